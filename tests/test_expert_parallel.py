@@ -546,6 +546,8 @@ def test_a_layer_takes_its_all_to_alls_and_its_busiest_rank():
     assert (even.makespan, even.exposed) == (4 + 16 + 4, 8)
     halves = expert_parallel.routed_timeline(config, [[4, 4], [4, 4]], **how, chunks=2)
     assert (halves.makespan, halves.exposed) == (2 + 16 + 2, 4)
+    said = [{s.name for s in each.spans if s.kind == "forward"} for each in (even, halves)]
+    assert said == [{"experts"}, {"part 1", "part 2"}]  # whose numbers are not those of experts
     busy = expert_parallel.routed_timeline(config, [[8, 0], [6, 2]], **how)
     assert (busy.makespan, busy.exposed) == (6 + 28 + 6, 12)
     shared = expert_parallel.routed_timeline(

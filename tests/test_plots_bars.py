@@ -21,10 +21,10 @@ def test_bars_are_as_long_as_the_bytes_and_hatched_by_their_axis():
 
 def test_titles_say_what_fits():
     small, large = ledger(("weights", 10**9, "")), ledger(("weights", 10**12, ""))
-    assert (
-        plots.memory_bars(small=small, large=large, capacity=H100).figure.texts[0].get_text()
-        == "Only small fits in the 80.0 GB of one H100"
-    )
+    whole = ledger(("weights", 10**12, ""), ("activations", 1, ""))
+    for second, said in ((large, "Without activations, only small"), (whole, "Only small")):
+        title = plots.memory_bars(small=small, large=second, capacity=H100).figure.texts[0]
+        assert title.get_text().replace("\n", " ") == f"{said} fits in the 80.0 GB of one H100"
     assert (
         plots.memory_bars(large=large, capacity=H100)
         .figure.texts[0]

@@ -27,6 +27,15 @@ def test_every_cell_has_the_color_of_its_rank():
         )
 
 
+def test_shares_below_are_called_work_in_the_colors_of_ranks():
+    """And not columns of keys, above which they stand."""
+    texts = {text.get_text(): text for text in drawn("contiguous").figure.axes[0].texts}
+    assert "all its work" in texts
+    assert [to_rgba(texts[said].get_color()) for said in ("6%", "19%", "31%", "44%")] == [
+        to_rgba(color) for color in SERIES[:4]
+    ]
+
+
 def test_the_finding_is_the_busiest_rank():
     for kind, worst in (("contiguous", "1.75"), ("zigzag", "1.00")):
         said = " ".join(drawn(kind).figure.texts[0].get_text().split())

@@ -105,3 +105,11 @@ def test_a_million_is_written_out():
     ).figure.axes[0]
     axes.figure.draw_without_rendering()
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "1,000", "1,000,000"]
+
+
+def test_ticks_of_long_numbers_do_not_stand_on_each_other():
+    rates = [2.0**i for i in range(-11, -4)]
+    for places, said in ((rates, ["0.000488", "0.00195", "0.00781", "0.0312"]), ([1, 2, 90], None)):
+        axes = plots.curves(places, title="t", xlabel="x", ylabel="y", log="x", a=places).figure.axes[0]  # fmt: skip
+        labels = [label.get_text() for label in axes.get_xticklabels()]
+        assert labels == (said or ["1", "2", "90"])

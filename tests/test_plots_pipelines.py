@@ -61,6 +61,8 @@ def test_the_bubble_is_named_with_its_metric():
         without.figure.texts[0].get_text().replace("\n", " ")
         == "Bubble fraction (idle/total, no barrier between steps): ZB-H2 0%, and a rank holds up to 7 micro-batches"
     )
+    alone = plots.gantt(simulate(schedule.naive(2, 2))).figure.texts[0].get_text()
+    assert alone.replace("\n", " ").endswith("a rank holds up to 1 micro-batch")
     assert words(with_barrier).count("holds 7") == 4
     assert "ranks hold up to 7, 7, 7 and 7" in with_barrier.alt
 
@@ -150,3 +152,12 @@ def test_a_message_on_its_way_is_waited_for():
 def test_too_many_moments_are_refused():
     with pytest.raises(ValueError, match="animate up to 80"):
         plots.schedule_animation(simulate(schedule.one_f_one_b(4, 64)))
+
+
+def test_less_of_the_next_step_leaves_room_for_the_numbers_of_this_one():
+    run = simulate(schedule.zb_v(4, 8), Durations(F=0.5, B=0.5, W=0.5))
+    axes = [plots.gantt(run, barrier=False, **how).figure.axes[0] for how in ({}, {"ahead": 0.1})]
+    numbers = [[t for t in each.texts if t.get_text().isdigit()] for each in axes]
+    assert [bool(found) for found in numbers] == [False, True]
+    assert all(number.get_clip_on() for number in numbers[1])
+    assert axes[1].get_xlim()[1] == run.makespan + 0.1 * run.period

@@ -83,6 +83,15 @@ def test_a_step_as_long_as_another_is_not_called_shorter():
     )
 
 
+def test_a_title_speaks_of_what_one_is():
+    titles = [
+        plots.overlap(per="layer", **each).figure.texts[0].get_text().replace("\n", " ")
+        for each in (STEPS, {"one": timeline(True)}, dict(one=timeline(True), two=timeline(True)))
+    ]
+    assert [" step" in title for title in titles] == [False] * 3
+    assert ["layer" in title for title in titles] == [True] * 3
+
+
 def test_the_step_ends_with_the_last_rank():
     *spans, last = timeline(False).spans
     slow = Timeline((*spans, dataclasses.replace(last, end=last.end + 0.003)))

@@ -1,5 +1,6 @@
 """Learning-rate scaling: rules and schedules by the papers, many copies at once = torch one at a time = ranks, and the noise scale three ways."""
 
+import dataclasses
 import itertools
 import math
 from functools import partial
@@ -112,6 +113,47 @@ def test_every_copy_is_trained_as_torch_trains_one(name, network, data):
                 optimizer.param_groups[0]["lr"] = rate * (step + 1) / 10
                 optimizer.step()
             torch.testing.assert_close(rows[s, r], module.row.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["adam", "rmsprop"])
+def test_a_memory_that_is_scaled_is_torchs_with_those_numbers(name):
+    """1 − β times 3 and 4, ε over √4."""
+    copies = rigs.copies
+    k, eps, (b1, b2) = (3, 4), copies.EPS / 2, (1 - 3 * 0.1, 1 - 4 * 0.001)
+    how = {"betas": (b1, b2)} if name == "adam" else {"alpha": 1 - 4 * 0.01}
+    row = SMALL.start([0]).double()
+    module = SMALL.alone(row[0])
+    optimizer = TORCH[name](module.parameters(), lr=0.03, eps=eps, weight_decay=0.0, **how)
+    update, lr = copies.Update(name, row, forget=k), torch.tensor([[0.03]], dtype=torch.float64)
+    for step in range(5):
+        x, y = NUMBERS[0][step:][:7], NUMBERS[1][step:][:7]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(x), y).backward()
+        optimizer.step()
+        update(row, SMALL.gradients(row, x[None], y[None]), lr)
+    torch.testing.assert_close(row[0], module.row.detach(), rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="is above 1"):
+        copies.Update("adam", row, forget=(11, 1))
+
+
+def test_a_wider_network_of_mup_begins_and_steps_as_its_table_says():
+    """Table 3 of Yang et al. for Adam, in units of the base width."""
+    narrow, wide = (
+        dataclasses.replace(TOKENS, widths=(6, n, n, 7), base=50) for n in (50, 200)
+    )
+    plain = dataclasses.replace(narrow, base=0)
+    assert torch.equal(narrow.start([1]), plain.start([1])) and (narrow.steps() == 1).all()
+    sizes = [math.prod(shape) for shape in wide.shapes]
+    steps = [part.unique().tolist() for part in wide.steps().split(sizes)]
+    assert steps == [[1], [1], [1], [0.25], [1], [0.25], [1]]  # embedding; weight, bias, …
+    began = wide.start([1])[0].split(sizes)
+    usual = dataclasses.replace(wide, base=0).start([1])[0].split(sizes)
+    assert [torch.equal(*pair) for pair in zip(began, usual, strict=True)].count(False) == 1
+    torch.testing.assert_close(began[5], usual[5] / 2)  # variance 1/n²
+    how = dict(lr=[0.01], batch=8, samples=8, seeds=[1], optimizer="adam")
+    moved = rigs.copies.train_copies(wide, LETTERS, **how)[0, 0] - wide.start([1])[0]
+    lengths = [part.abs().max().item() for part in moved.split(sizes)]
+    assert lengths == pytest.approx([0.01 * factor for (factor,) in steps], rel=1e-2)
 
 
 def test_losses_and_errors_of_all_copies():
@@ -263,6 +305,14 @@ def test_what_was_recorded_and_published():
     assert (low[1], high[1]) == (value - 2 * error, value + 2 * error)
     with pytest.raises(ValueError, match="lion"):
         rigs.scaling.swept("rules", optimizer="lion")
+    of = {"optimizer": "rmsprop", "rule": "and β₂"}
+    root = rigs.scaling.swept("betas", optimizer="rmsprop", rule="square root")
+    more, less = rigs.scaling.swept("betas", **of), rigs.scaling.swept("betas", less="square root", **of)  # fmt: skip
+    assert less[64].value == pytest.approx(more[64].value - root[64].value)
+    assert less[64].error < more[64].error  # seed by seed
+    again = rigs.scaling.swept("rules", optimizer="rmsprop", rule="square root")
+    for batch, recorded in root.items():  # what two parts recorded is the same
+        assert recorded.value == pytest.approx(again[batch].value, rel=1e-3)
     assert rigs.scaling.mean([1.0, math.inf]) == (math.inf, math.inf)
     assert rigs.scaling.mean([1.0, 3.0]) == (2.0, 1.0)
 

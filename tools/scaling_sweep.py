@@ -1,11 +1,12 @@
 """Learning rates against batch sizes on two small tasks, over rules, optimizers and seeds: writes
 labutils/data/scaling_sweep.csv.
 
-    python tools/scaling_sweep.py             all of it, ten minutes
+    python tools/scaling_sweep.py             all of it, a quarter of an hour
     python tools/scaling_sweep.py rates       the rows of one part anew: see PARTS
 """
 
 import csv
+import dataclasses
 import platform
 import sys
 import time
@@ -27,6 +28,7 @@ LOWEST = {  # the smallest of six rates, each twice the one before
     "sgd": {8: 2**-9, 32: 2**-7, 128: 2**-5, 512: 2**-4, 2048: 2**-3},
     "adam": {8: 2**-11, 32: 2**-10, 128: 2**-9, 512: 2**-8, 2048: 2**-8},
 }
+WIDTHS, WIDTH_RATES = (32, 64, 128, 256), [2.0**i for i in range(-11, -3)]
 RUN = {"batch": 32, "lr": 2**-4, "steps": (1, 16, 64, 128, 256, 512)}
 
 
@@ -36,12 +38,12 @@ def row(part: str, value: float, **columns: object) -> dict:
     return {name: given.get(name, "") for name in COLUMNS}
 
 
-def losses(batch: int, lr: list[float], optimizer: str, schedule=None) -> torch.Tensor:
+def losses(batch: int, lr: list[float], optimizer: str, schedule=None, **how) -> torch.Tensor:
     """Held-out losses of characters [seeds, rates]."""
     data, held_out = characters()
     rows = copies.train_copies(
         CHARACTERS, data, lr=lr, batch=batch, samples=SAMPLES, seeds=SEEDS,
-        optimizer=optimizer, schedule=schedule,
+        optimizer=optimizer, schedule=schedule, **how,
     )  # fmt: skip
     return copies.score(CHARACTERS, rows, held_out)[0]
 
@@ -71,6 +73,44 @@ def rules() -> Iterator[dict]:
                     yield row(
                         "rules", value, optimizer=optimizer, batch=batch, rule=rule, seed=seed
                     )
+
+
+def betas() -> Iterator[dict]:
+    """The square root with 1 − β times k and ε over √k, and, with Adam, with β₂ and ε alone. Adam's
+    1 − β₁ is 0.1, so that it can be multiplied by less than 10."""
+    tried = {"adam": (64, 128, 512, 1024, 4096), "rmsprop": (64, 256, 512, 1024)}
+    for optimizer, batches in tried.items():
+        for batch in batches:
+            k = batch / 16
+            ways = {"square root": (1.0, 1.0), "and β₂": (1.0, k), "and both β": (k, k)}
+            if optimizer == "rmsprop" or k >= 10:
+                del ways["and both β"]
+            for rule, forget in ways.items():
+                lr = [scaling.scale_lr(BASE[optimizer], k, "square root")]
+                for seed, value in enumerate(losses(batch, lr, optimizer, forget=forget)[:, 0]):
+                    yield row(
+                        "betas", value.item(), optimizer=optimizer, batch=batch, rule=rule,
+                        seed=seed,
+                    )  # fmt: skip
+
+
+def widths() -> Iterator[dict]:
+    """Adam's rates for networks of four widths, as they are and with μP from a width of 32."""
+    data, held_out = characters()
+    for rule, base in (("standard", 0), ("μP", WIDTHS[0])):
+        for width in WIDTHS:
+            sizes = (CHARACTERS.widths[0], *[width] * 3, CHARACTERS.widths[-1])
+            network = dataclasses.replace(CHARACTERS, widths=sizes, base=base)
+            rows = copies.train_copies(
+                network, data, lr=WIDTH_RATES, batch=64, samples=2**14, seeds=range(3),
+                optimizer="adam",
+            )  # fmt: skip
+            for seed, found in enumerate(copies.score(network, rows, held_out)[0].tolist()):
+                for lr, value in zip(WIDTH_RATES, found, strict=True):
+                    yield row(
+                        "widths", value, optimizer="adam", rule=rule, target=width, lr=lr,
+                        seed=seed,
+                    )  # fmt: skip
 
 
 def warm_ups() -> Iterator[dict]:
@@ -172,6 +212,7 @@ def noise() -> Iterator[dict]:
 PARTS = {  # what each function writes in the column "part"
     noise: ("noise loss", "noise trace", "noise signal"), warm_ups: ("warm-up",),
     rates: ("rates",), rules: ("rules",), steps_to_targets: ("steps",), base: ("base",),
+    betas: ("betas",), widths: ("widths",),
 }  # fmt: skip
 
 

@@ -114,7 +114,8 @@ def routed_timeline(
         compute("shared", [sum(row) / model.top_k for row in table], ())
     arrived = travel("dispatch 0", ())
     for chunk in range(chunks):
-        done = compute(f"experts {chunk}", [rows / chunks for rows in came], arrived)
+        part = "experts" if chunks == 1 else f"part {chunk + 1}"
+        done = compute(part, [rows / chunks for rows in came], arrived)
         if chunk + 1 < chunks:
             arrived = travel(f"dispatch {chunk + 1}", ())
         travel(f"combine {chunk}", done)

@@ -3,7 +3,7 @@
 #
 # **A layer is too large, or too slow, for one device. Can several compute it together, each with a part of every matrix, and what must they tell each other on the way?**
 #
-# *90 min, and 25 further · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
+# *90 min, and 30 further · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -402,6 +402,62 @@ hint("tensor_parallel/bug-hunt", 1)
 
 # %%
 show(tensor_parallel.layers.TokenNorm)
+
+# %% [markdown]
+# ### Further: when would you have seen it?
+#
+# Train with one of the three bugs: each rank steps its copy of the norms' weights by the gradient of its own tokens. Two ranks with SP, 60 steps of AdamW, and always the same sequences, which the model learns by heart:
+
+
+# %%
+class Unsummed(tensor_parallel.layers.TokenNorm):
+    def forward(self, x):
+        return self.normalize(x, self.shape, *self.parameters(), eps=self.eps)
+
+
+def learn(rank, kind):
+    """Losses, and after each step the norms' weights and biases on this rank."""
+    model = GPT(small, generator=torch.Generator().manual_seed(0))
+    tensor_parallel.parallelize(model, rank.comm("tp"), sequence=True)
+    whole = tensor_parallel.layers.TokenNorm
+    norms = [module for module in model.modules() if isinstance(module, whole)]
+    for norm in norms:
+        norm.__class__ = kind
+    optimizer, losses, weights = torch.optim.AdamW(model.parameters()), [], []
+    batch = torch.randint(96, (2, 8, 16), generator=torch.Generator().manual_seed(1))
+    for _ in range(60):
+        optimizer.zero_grad()
+        losses.append(model.loss(*batch))
+        losses[-1].backward()
+        optimizer.step()
+        own = [p.detach() for norm in norms for p in norm.parameters()]
+        weights.append(torch.cat(own))
+    return [loss.item() for loss in losses], torch.stack(weights)
+
+
+# %%
+kinds = {"summed": tensor_parallel.layers.TokenNorm, "not_summed": Unsummed}
+pair_of_ranks, losses, apart = World(Mesh(tp=2)), {}, {}
+for name, kind in kinds.items():
+    (losses[name], mine), (_, other) = pair_of_ranks.run(learn, kind)
+    apart[name] = (mine - other).abs().amax(1).tolist()
+plots.curves(
+    range(60), xlabel="step", ylabel="loss (nats)",
+    title="The losses of both runs lie on each other", **losses,
+)  # fmt: skip
+
+# %%
+plots.curves(
+    range(1, 61), xlabel="step", ylabel="largest difference between two ranks",
+    title="But two copies of one weight drift apart, step by step", **apart,
+)  # fmt: skip
+
+# %%
+ends = {name: round(each[-1], 2) for name, each in losses.items()}
+ends, {name: round(each[-1], 2) for name, each in apart.items()}
+
+# %% [markdown]
+# No loss tells. What does is a comparison of what should be alike on all ranks, here by one broadcast. (A snapshot takes one rank's copy: the model that is loaded is not the one that was trained.)
 
 # %% [markdown]
 # ### Further: at full size

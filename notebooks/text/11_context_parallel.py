@@ -254,16 +254,22 @@ def stretched(tokens, link, **how):
 
 
 lines = {link: [stretched(count, link) for count in counts] for link in links}
-title = "Tokens per rank decide whether a ring of 8 ranks waits for its messages"
+fine = [2 ** (8 + k / 8) for k in range(57)]
+law = {
+    link: [(7 * max(1, bound / count) + 1) / 8 for count in fine]
+    for link, bound in least.items()
+}
+title = "A ring of 8 ranks waits for its messages up to the bend of each line"
 axes = dict(xlabel="tokens per rank", ylabel="time / computing", log="xy")
-plots.curves(counts, title=title, **axes, **lines)
+dots = {link: (counts, found) for link, found in lines.items()}
+plots.curves(fine, title=title, measured=dots, **axes, **law)
 
 # %%
 for link, found in lines.items():
     print(f"{link}, from {least[link]:.0f} tokens on:", [round(x, 2) for x in found])
 
 # %% [markdown]
-# Above the least number of tokens the factor is 1.00. What if the ring waited *before* it computed? The overlap, switched off:
+# The lines are the formula: of eight steps seven take max(1, least/T) times their computing, and the last one sends nothing. The dots are time lines. Above the least number of tokens the factor is 1.00. What if the ring waited *before* it computed? The overlap, switched off:
 
 # %%
 for count in (8192, 32_768):

@@ -384,6 +384,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("reduce * (devices > 1)", "reduce"),
     ],
     ("teach/rigs/copies", "test_scaling"): [
+        ("scale *= (self.base / shape[0]) ** 0.5", "scale *= self.base / shape[0]"),
+        ("self.eps = EPS / forget[1] ** 0.5", "self.eps = EPS"),
+        ("rates = rates * network.steps().to(dtype) if network.base else rates", "rates = rates"),
         ("(1 - BETAS[0] ** self.steps)", "1"),
         ("(1 - beta**self.steps) ** 0.5", "(1 - beta**self.steps)"),
         ("ALPHA, EPS = 0.9, (0.9, 0.999), 0.99", "ALPHA, EPS = 0.9, (0.9, 0.999), 0.9"),

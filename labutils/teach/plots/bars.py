@@ -115,7 +115,10 @@ def _memory_finding(ledgers: Mapping[str, Ledger], capacity: Hardware | None) ->
         if not fitting:
             return f"{'It does not fit' if len(ledgers) == 1 else 'None of these fits'} {of_one}"
         if len(fitting) < len(ledgers):
-            return f"Only {style.listed(fitting)} fit{'s' * (len(fitting) == 1)} {of_one}"
+            parts = itertools.chain(*map(by_part, ledgers.values()))
+            all_of_it = any(component == "activations" for component, _ in parts)
+            only = "Only" if all_of_it else "Without activations, only"
+            return f"{only} {style.listed(fitting)} fit{'s' * (len(fitting) == 1)} {of_one}"
     totals = {name: ledger.total for name, ledger in ledgers.items()}
     most, least = max(totals, key=totals.__getitem__), min(totals, key=totals.__getitem__)
     if len(ledgers) == 1:

@@ -39,10 +39,14 @@ def who_computes(*, title: str | None = None, shares: bool = True, **grids: Grid
         left = 0.75 + at * (_SIDE + _GAP)
         axes.text(left, 0.12, name, weight="bold", va="center")
         _square(axes, grid, left, 0.3)
+        if shares:
+            axes.text(left - 0.08, _SIDE + 0.55, "all its work", ha="right", va="center", size=8)
         for rank, share in enumerate(work[name] if shares else ()):
             x = left + (rank + 0.5) * _SIDE / len(work[name])
-            axes.text(x, _SIDE + 0.45, f"rank {rank}", ha="center", va="center", size=8)
-            axes.text(x, _SIDE + 0.65, f"{share:.0%}", ha="center", va="center", weight="bold")
+            color = style.SERIES[rank % len(style.SERIES)]
+            look: style.Look = {"ha": "center", "va": "center", "color": color}
+            axes.text(x, _SIDE + 0.45, f"rank {rank}", size=8, **look)
+            axes.text(x, _SIDE + 0.65, f"{share:.0%}", weight="bold", **look)
     told = "; ".join(
         f"{name}: " + ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(each))
         for name, each in work.items()

@@ -102,10 +102,14 @@ def _logarithmic(axes: Axes, log: str, every: Sequence[tuple[str, tuple]]) -> No
 
 
 def _places_on_x(axes: Axes, places: Sequence[float]) -> None:
-    """Ticks on x as plain numbers: the very `places` that were tried, where there are any."""
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    """Ticks on x as plain numbers: the very `places` that were tried, where there are any; with
+    three digits, and of every second one, where they would stand on each other."""
+    width = max((style.width_of(f"{place:,.10g}") for place in places), default=0.0)
+    crowded = width * len(places) > 1.1 * style.inches(axes)[0]
+    digits, step = (3, 2) if crowded else (10, 1)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.{digits}g}"))
     if len(places):
-        axes.xaxis.set(major_locator=FixedLocator(places), minor_locator=NullLocator())
+        axes.xaxis.set(major_locator=FixedLocator(places[::step]), minor_locator=NullLocator())
 
 
 def _tell_series(runs: Mapping, dots: Mapping, unit: str) -> str:

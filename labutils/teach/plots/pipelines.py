@@ -78,6 +78,7 @@ def _at_once(run: PipelineRun) -> bool:
 def gantt(
     *runs: PipelineRun,
     barrier: bool = True,
+    ahead: float = 1.0,
     unit: str = "",
     title: str | None = None,
     **named: PipelineRun,
@@ -85,6 +86,7 @@ def gantt(
     """Steps of pipeline schedules on one clock: a row for each rank, what it holds under it.
 
     barrier: whether a step ends for all ranks at once; otherwise two steps, as close as they go
+    ahead: how much of that second step is drawn, the whole or a share
     unit: of time, for the axis; seconds are scaled
     named: runs under other names than those of their schedules
 
@@ -94,7 +96,7 @@ def gantt(
     shown = {title_of(run.schedule): run for run in runs} | style.spaced(named)
     if len(shown) < max(1, len(runs) + len(named)):
         raise ValueError("give runs of different schedules, or each its name, such as fast=run")
-    longest = max(run.makespan + (not barrier) * run.period for run in shown.values())
+    longest = max(run.makespan + (not barrier) * ahead * run.period for run in shown.values())
     factor, said = style.scale(longest, "s") if unit == "s" else (1, unit)
     tops = [_HEAD + len(run.schedule.ranks) * _row(run) for run in shown.values()]
     entries = _entries([run.schedule for run in shown.values()])
@@ -176,7 +178,7 @@ def _finding(shown: dict[str, PipelineRun], barrier: bool) -> str:
     ]
     held = " and ".join(dict.fromkeys(f"{_peak(run):.3g}" for run in shown.values()))
     if len(shown) == 1:
-        holds = f"and a rank holds up to {held} micro-batches"
+        holds = f"and a rank holds up to {held} micro-batch{'es' * (held != '1')}"
         return f"Bubble fraction ({metric}): {told[0]}, {holds}"
     return f"Bubble fraction ({metric}): {style.listed(told)}"
 
@@ -222,12 +224,13 @@ def _rank(
             label, size = str(op.micro_batch), 7 if deep > 0.15 else 6
             if len(label) * _DIGIT * size < length * inch - 0.01:
                 place, ink = (start + length / 2, lane + deep / 2), style.on(color)
-                axes.text(*place, label, size=size, ha="center", va="center_baseline", color=ink)
+                look: style.Look = {"ha": "center", "va": "center_baseline", "color": ink}
+                axes.text(*place, label, size=size, clip_on=True, **look)
         begin = (run.flushed if barrier else run.ends[rank][-1]) / factor + offset
         if lasts := run.updates[rank] / factor:
             draw.box(axes, begin, top, lasts, high, _UPDATE, linewidth=thin)
     if not barrier:
-        look: style.Look = {"linewidth": 2.4, "solid_capstyle": "butt", "zorder": 4}
+        look = {"linewidth": 2.4, "solid_capstyle": "butt", "zorder": 4}
         ends_at = [top - 0.02, top + high + 0.02]
         axes.plot([starts[0] + period] * 2, ends_at, color=style.INK, **look)
 

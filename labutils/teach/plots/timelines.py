@@ -161,7 +161,7 @@ def overlap(*, title: str | None = None, per: str = "step", **timelines: Timelin
     gap = 0.34  # inches between groups, for the name of the next one
     height = sum(gap + _ROW * len(timeline.ranks) for timeline in timelines.values())
     _, axes = style.canvas(
-        title or _overlap_finding(timelines),
+        title or _overlap_finding(timelines, per),
         height=height,
         left=style.width_of("rank 00") + 0.2,
         right=style.widest(itertools.chain(*steps.values()), "bold") + 0.2,
@@ -218,19 +218,20 @@ def _step(timeline: Timeline, per: str) -> tuple[str, str]:
     return f"{units.text(timeline.makespan, 's')} per {per}", exposed or "nothing exposed"
 
 
-def _overlap_finding(timelines: Mapping[str, Timeline]) -> str:
+def _overlap_finding(timelines: Mapping[str, Timeline], per: str) -> str:
     ordered = sorted(timelines.values(), key=lambda timeline: timeline.makespan)
     fast, slow = ordered[0], ordered[-1]
     if len(ordered) == 1:
-        return f"{fast.exposed / fast.makespan:.0%} of the step is communication that nothing hides"
+        share = f"{fast.exposed / fast.makespan:.0%} of the {per}"
+        return f"{share} is communication that nothing hides"
     takes, longest, exposed, most = (
         units.text(seconds, "s")
         for seconds in (fast.makespan, slow.makespan, fast.exposed, slow.exposed)
     )
     if (takes, exposed) == (longest, most):
-        return f"Every step takes {takes}, and {exposed} of communication remain exposed"
+        return f"Every {per} takes {takes}, and {exposed} of communication remain exposed"
     return (
-        f"A step takes {takes} instead of {longest}: "
+        f"A {per} takes {takes} instead of {longest}: "
         f"{exposed} of communication remain exposed, not {most}"
     )
 

@@ -26,6 +26,9 @@ class Network:
     activation: "tanh" or "relu"
     norm: whether a LayerNorm without a gain stands before each activation
     tokens, embed: where inputs are tokens, how many there are, and the width of their vectors
+    base: where given, the width at which μP and this network are the same: a wider one begins with
+        a smaller output, and its layers with a wide input take smaller steps of Adam
+        (Yang et al., 2203.03466, table 3)
     """
 
     widths: tuple[int, ...]
@@ -33,6 +36,7 @@ class Network:
     norm: bool = False
     tokens: int = 0
     embed: int = 0
+    base: int = 0
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -50,9 +54,22 @@ class Network:
             for i, shape in enumerate(self.shapes):
                 fan_in = 1.0 if self.tokens and i == 0 else shape[0] / gain
                 scale = fan_in**-0.5 if len(shape) > 1 else 0.0
+                if self.base and i == len(self.shapes) - 2:
+                    scale *= (self.base / shape[0]) ** 0.5
                 parts.append(scale * torch.randn(shape, generator=draw).flatten())
             rows.append(torch.cat(parts))
         return torch.stack(rows)
+
+    def steps(self) -> Float[Tensor, "P"]:
+        """What the learning rate of each parameter is multiplied by: 1, and with a `base`
+        base / width in the layers behind the first."""
+        wide = len(self.shapes) - 2 * (len(self.widths) - 2)  # from here on, inputs are wide
+        factors = [
+            self.base / shape[0] if self.base and i >= wide and len(shape) > 1 else 1.0
+            for i, shape in enumerate(self.shapes)
+        ]
+        sizes = [torch.Size(shape).numel() for shape in self.shapes]
+        return torch.tensor(factors).repeat_interleave(torch.tensor(sizes))
 
     def logits(self, rows: Float[Tensor, "K P"], x: Tensor) -> Float[Tensor, "K n c"]:
         """What each copy answers to its own n examples, x[K, n, …]."""
@@ -101,12 +118,26 @@ class Update:
     """SGD with momentum, Adam or RMSProp on rows, a learning rate for each: torch's formulas.
 
     decay: before each step a row is multiplied by 1 − its learning rate · its decay, as in AdamW
+    forget: what 1 − β₁ and 1 − β₂ of Adam are multiplied by, RMSProp's one of them by the second;
+        ε is divided by the root of the second (Malladi et al., 2205.10287)
     """
 
-    def __init__(self, name: str, rows: Tensor, decay: Float[Tensor, "K 1"] | float = 0.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        rows: Tensor,
+        decay: Float[Tensor, "K 1"] | float = 0.0,
+        forget: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
         if name not in ("sgd", "adam", "rmsprop"):
             raise ValueError(f"there is no optimizer {name!r}: take sgd, adam or rmsprop")
         self.name, self.steps, self.decay = name, 0, decay
+        first, second = BETAS if name == "adam" else (1.0, ALPHA)
+        self.beta1 = first if forget[0] == 1 else 1 - forget[0] * (1 - first)
+        self.beta2 = second if forget[1] == 1 else 1 - forget[1] * (1 - second)
+        self.eps = EPS / forget[1] ** 0.5
+        if min(self.beta1, self.beta2) < 0:
+            raise ValueError(f"1 − β times {max(forget):g} is above 1: scale by less")
         self.first, self.second = torch.zeros_like(rows), torch.zeros_like(rows)
 
     def __call__(self, rows: Tensor, gradient: Tensor, lr: Float[Tensor, "K 1"]) -> None:
@@ -117,13 +148,12 @@ class Update:
             self.first.mul_(MOMENTUM).add_(gradient)
             rows.sub_(lr * self.first)
             return
-        beta = BETAS[1] if self.name == "adam" else ALPHA
-        self.second.mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
+        self.second.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
         root = self.second.sqrt()
         if self.name == "adam":
-            gradient = self.first.lerp_(gradient, 1 - BETAS[0]) / (1 - BETAS[0] ** self.steps)
-            root /= (1 - beta**self.steps) ** 0.5
-        rows.sub_(lr * gradient / root.add_(EPS))
+            gradient = self.first.lerp_(gradient, 1 - self.beta1) / (1 - self.beta1**self.steps)
+            root /= (1 - self.beta2**self.steps) ** 0.5
+        rows.sub_(lr * gradient / root.add_(self.eps))
 
 
 def order(n: int, count: int, seed: int) -> Int[Tensor, "count"]:
@@ -144,6 +174,7 @@ def train_copies(
     seeds: Sequence[int],
     optimizer: str = "sgd",
     decay: Sequence[float] = (0.0,),
+    forget: tuple[float, float] = (1.0, 1.0),
     schedule: Callable[[int, int], float] | None = None,
     watch: Callable[[int, Tensor], None] | None = None,
     dtype: torch.dtype = torch.float32,
@@ -153,6 +184,7 @@ def train_copies(
     data: inputs and targets to learn from
     optimizer: "sgd" with momentum, "adam" or "rmsprop"
     decay: AdamW's weight decay, one for all or one for each learning rate
+    forget: what 1 − β₁ and 1 − β₂ are multiplied by, and 1/ε by the root of the second
     schedule: of (step, steps), what every learning rate is multiplied by
     watch: called with the steps done and rows[S, R, P], after each step
     """
@@ -162,7 +194,8 @@ def train_copies(
     rates = torch.tensor(lr, dtype=dtype).repeat(len(seeds)).unsqueeze(1)
     orders = torch.stack([order(len(y), steps * batch, seed) for seed in seeds])
     decays = torch.tensor(decay, dtype=dtype).expand(copies).repeat(len(seeds)).unsqueeze(1)
-    update = Update(optimizer, rows, decays)
+    rates = rates * network.steps().to(dtype) if network.base else rates
+    update = Update(optimizer, rows, decays, forget)
     for step in range(steps):
         chosen = orders[:, step * batch : (step + 1) * batch].repeat_interleave(copies, 0)
         factor = schedule(step, steps) if schedule else 1.0

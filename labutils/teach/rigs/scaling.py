@@ -105,19 +105,31 @@ def _rows() -> tuple[dict[str, str], ...]:
         return tuple(csv.DictReader(file))
 
 
-def swept(part: str, by: str = "batch", **wanted: object) -> dict[float, Mean]:
+def swept(part: str, by: str = "batch", less: str = "", **wanted: object) -> dict[float, Mean]:
     """Means over seeds of a part of the sweep, by a column of numbers.
 
-    part: "base", "rules" (loss in nats), "warm-up" (error in %), "steps" (to a target)
-    wanted: other columns: optimizer, norm, batch, rule, lr, target
+    part: "base", "rules", "betas", "widths" (loss in nats), "warm-up", "rates" (error in %),
+        "steps" (to a target)
+    less: a rule, whose value with the same seed is taken off each
+    wanted: other columns: optimizer, norm, batch, rule, lr, target (of "widths" the width)
     """
+    values = _values(part, by, wanted)
+    if less:
+        others = _values(part, by, {**wanted, "rule": less})
+        for key, each in values.items():
+            values[key] = [a - b for a, b in zip(each, others[key], strict=True)]
+    return {key: mean(each) for key, each in sorted(values.items())}
+
+
+def _values(part: str, by: str, wanted: dict[str, object]) -> dict[float, list[float]]:
+    """What was recorded, in the order of the seeds."""
     values = defaultdict(list)
     for row in _rows():
         if row["part"] == part and all(row[key] == str(value) for key, value in wanted.items()):
             values[float(row[by])].append(float(row["value"]))
     if not values:
         raise ValueError(f"the sweep has no rows of {part!r} with {wanted}")
-    return {key: mean(each) for key, each in sorted(values.items())}
+    return values
 
 
 def fewest_steps(optimizer: str, target: float) -> dict[int, tuple[float, Mean]]:
