@@ -671,7 +671,7 @@ reveal("width/lost", nats=round(lost, 1))
 curves, bests = {}, {}
 for (rule, n), means in found.items():
     if n in (64, 256):
-        values = [mean.value for mean in means.values()][:-1]  # but for the largest rate
+        values = [mean.value for mean in means.values()][:-1]
         curves[f"{rule} {n}"] = values
         bests[f"{rule} {n}"] = [tried[values.index(min(values))]], [min(values)]
 plots.curves(
