@@ -392,7 +392,7 @@ for row, times in clocked.items():
 # %%
 zb_v = schedule.zb_v(4, 8)
 half = Durations(F=0.5, B=0.5, W=0.5)
-plots.gantt(simulate(zb_v, half), simulate(h2), barrier=False)
+plots.gantt(simulate(zb_v, half), simulate(h2), barrier=False, ahead=0.1)
 
 # %%
 run = simulate(zb_v, half)
