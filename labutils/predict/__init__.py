@@ -45,8 +45,8 @@ def peak_states(
 
     By formula where ZeRO shares states over dp alone; elsewhere a dry run answers.
 
-    >>> gpt, train = ModelConfig.named("gpt2"), TrainConfig(micro_batch=1, global_batch=4, zero=3)
-    >>> held = peak_states(gpt, train, Mesh(dp=4)).by("name")
+    >>> gpt, train = ModelConfig.named("gpt2"), TrainConfig(micro_batch=1, global_batch=64, zero=3)
+    >>> held = peak_states(gpt, train, Mesh(dp=64)).by("name")
     >>> held["weight shards"] < held["gathered weights"]
     True
     """
