@@ -365,11 +365,16 @@ def tensors(model: Model, *, tp: int = 1) -> dict[str, tuple[int, ...]]:
     rank of tp."""
     model.require_gpt()
     sizes, found = letters(model, tp=tp), {}
-    blocks = _numbered(parts(model), "blocks", model.num_layers)
-    for part in _numbered(blocks, "experts", model.num_experts):
+
+    @functools.cache  # layers are alike
+    def shape(dims: str) -> tuple[int, ...]:
+        return tuple(size(dim, sizes) for dim in dims.split())
+
+    blocks = _numbered(_named(parts(model)), "blocks", model.num_layers)
+    for name, part in _numbered(blocks, "experts", model.num_experts):
         for kind, dims in (("weight", part.weight), ("bias", part.bias)):
             if dims:
-                found[f"{part.name}.{kind}"] = tuple(size(dim, sizes) for dim in dims.split())
+                found[f"{name}.{kind}"] = shape(dims)
     return found
 
 
@@ -417,15 +422,21 @@ def kept(model: Model, how: Policy) -> Iterator[tuple[str, Kept]]:
     """Each tensor that is kept for the backward pass, with the module that keeps it, in the order
     of the forward pass. A layer's experts stand together: a router decides which keeps what."""
     model.require_gpt()
-    for part in _numbered(parts(model, how), "blocks", model.num_layers):
+    for name, part in _numbered(_named(parts(model, how)), "blocks", model.num_layers):
         for tensor in part.keeps:
-            yield part.name.replace("experts.*", "experts"), tensor
+            yield name.replace("experts.*", "experts"), tensor
 
 
-def _numbered(rows: Iterable[Part], word: str, n: int) -> Iterator[Part]:
+def _named(rows: Iterable[Part]) -> Iterator[tuple[str, Part]]:
+    return ((part.name, part) for part in rows)
+
+
+def _numbered(
+    rows: Iterable[tuple[str, Part]], word: str, n: int
+) -> Iterator[tuple[str, Part]]:
     """The rows, in which those of a layer (or of an expert) come once for each of `n`."""
-    for repeated, group in itertools.groupby(rows, lambda part: word in part.name):
+    for repeated, group in itertools.groupby(rows, lambda row: word in row[0]):
         same = tuple(group)
         for i in range(n if repeated else 1):
-            for part in same:
-                yield replace(part, name=part.name.replace(f"{word}.*", f"{word}.{i}"))
+            for name, part in same:
+                yield name.replace(f"{word}.*", f"{word}.{i}"), part

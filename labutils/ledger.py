@@ -7,7 +7,7 @@ lab is `predicted.diff(measured)`.
 
 import html
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -31,14 +31,16 @@ class Line:
     note: str = ""
 
     def __post_init__(self) -> None:
+        wholes = type(self.amount) is type(self.count) is int and self.count >= 0
+        if wholes and type(self.name) is str:
+            return  # as almost all are, of a million
         units.instance(self.name, str, "a Line's name")
         if not units.is_whole(self.amount):
             whole = f"bytes come in whole numbers, got {self.amount!r}; round it where you know why"
             raise TypeError(f"{self.name!r}: {whole}")
         count = units.whole(self.count, f"{self.name!r}: count")
-        if type(self.amount) is not int or type(self.count) is not int:
-            object.__setattr__(self, "amount", operator.index(self.amount))
-            object.__setattr__(self, "count", count)
+        object.__setattr__(self, "amount", operator.index(self.amount))
+        object.__setattr__(self, "count", count)
 
     @property
     def key(self) -> tuple[str, str, str, int | None]:
@@ -142,13 +144,17 @@ class Ledger(_Table):
 
     def merged(self) -> "Ledger":
         """The same amounts with lines of one key added into one."""
-        sums: dict[tuple, Line] = {}
+        same: defaultdict[tuple, list[Line]] = defaultdict(list)
         for line in self.lines:
-            if known := sums.get(line.key):
-                amount, count = known.amount + line.amount, known.count + line.count
-                line = replace(known, amount=amount, count=count)
-            sums[line.key] = line
-        return Ledger(sums.values())
+            same[line.key].append(line)
+        return Ledger(
+            replace(
+                lines[0],
+                amount=sum(line.amount for line in lines),
+                count=sum(line.count for line in lines),
+            )
+            for lines in same.values()
+        )
 
     def scaled(self, factor: int) -> "Ledger":
         """`factor` times every line: the ledger of `factor` layers, steps or micro-batches."""

@@ -59,7 +59,12 @@ def cut(model: ModelConfig, n: int) -> tuple[int, ...]:
     for last in range(L - n + 2):
         each, more = divmod(L - last, n - 1)
         found.append((*[each] * (n - 1 - more), *[each + 1] * more, last))
-    return min(found, key=lambda layers: (max(stage_flops(model, layers)), -layers[-1]))
+    whole, head = stage_flops(model, (L, 0))
+
+    def longest(layers: tuple[int, ...]) -> int:
+        return max(whole // L * max(layers), whole // L * layers[-1] + head)
+
+    return min(found, key=lambda layers: (longest(layers), -layers[-1]))
 
 
 class PipelineStage(GPT):

@@ -1,5 +1,6 @@
 """What autograd keeps on a rank between the forward and the backward passes of micro-batches."""
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -65,13 +66,14 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
     own = {f"blocks.{i}" for i in range(stage.first, stage.end)}
     own |= {"tokens", "positions", "dropout"} if stage.embeds else set()
     own |= {"norm", "head", "outside"} if stage.heads else set()
+    whole = functools.cache(lambda dims: anatomy.size(dims, sizes))  # layers are alike
     for name, tensor in anatomy.kept(local, how):
         if ".".join(name.split(".")[: 1 + name.startswith("blocks")]) not in own:
             continue
         itemsize = 8 if here.stream == 8 else tensor.itemsize
         if tensor.dims == "1" and mesh.tp > 1:  # a count, which half formats cannot make
             itemsize = max(4, itemsize)
-        nbytes = anatomy.size(tensor.dims, sizes) * itemsize
+        nbytes = whole(tensor.dims) * itemsize
         if train.sequence and not set(tensor.dims) & set(anatomy.SPLITS["tp"]):
             nbytes //= mesh.tp if name != "outside" else 1
         if tensor.what in _BATCH:

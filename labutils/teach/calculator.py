@@ -14,6 +14,7 @@ import math
 import operator
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -272,7 +273,8 @@ def _bars(model: ModelConfig, mesh: Mesh, recomputation: str, micro_batches: int
             rows.append(f"<p>Not possible: {html.escape(str(error))}.</p>")
     most = max([room, *(held.total for held in levels.values())])  # one scale for all
     rows += [_bar(zero, held, room, most) for zero, held in levels.items()]
-    keys = "".join(f'<span class="lu-chip lu-{part}"></span>{part}&emsp;' for part in COMPONENTS)
+    chip = '<span class="lu-key"><span class="lu-chip lu-{0}"></span>{0}</span>&emsp;'
+    keys = "".join(map(chip.format, COMPONENTS))
     what = "" if model.num_experts == 1 else " Activations depend on the routing: not drawn."
     said = f"Rank 0 of {mesh.size:,}; the dashed line is an H100's memory.{what}"
     shown = f"{''.join(dict.fromkeys(rows))}<p>{keys}<br>{said}</p>"
@@ -280,7 +282,7 @@ def _bars(model: ModelConfig, mesh: Mesh, recomputation: str, micro_batches: int
 
 
 def _bar(zero: int, held: Ledger, room: int, most: int) -> str:
-    by = {part: sum(line.amount for line in held.only(component=part)) for part in COMPONENTS}
+    by = Counter(held.by("component"))
     told = ", ".join(f"{part} {units.text(by[part])}" for part in COMPONENTS if by[part])
     parts = "".join(
         f'<span class="lu-{part}" style="width:{100 * by[part] / most:.2f}%"></span>'

@@ -163,7 +163,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("max(each.in_flight)", "len(each.in_flight)"),
     ],
     ("pipeline/stages", "test_pipeline"): [
-        ('(max(stage_flops(model, layers)), -layers[-1])', 'max(stage_flops(model, layers))'),
+        ('(longest(layers), -layers[-1])', 'longest(layers)'),
         ('if n == L + 2:', 'if n == L + 3:'),
         ('flops["head"] * (i == len(layers) - 1)', 'flops["head"] * (i == 0)'),
         ('*[each] * (n - 1 - more), *[each + 1] * more, last', '*[each] * (n - 2), each + more, last'),
