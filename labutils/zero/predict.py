@@ -16,6 +16,11 @@ def volume(level: int, *, accumulation: int = 1, reshard: bool = True) -> int:
 
     >>> [volume(level) for level in (0, 1, 2, 3)]
     [2, 2, 2, 3]
+    >>> m = 4  # micro-batches
+    >>> volume(2, accumulation=m) == m + 1  # ZeRO-2
+    True
+    >>> volume(3, accumulation=m) == 3 * m  # ZeRO-3
+    True
 
     Of a GPT on a mesh `predict.sent` says it to the byte.
     Source: Rajbhandari et al. 1910.02054, section 7: 2Ψ, 2Ψ and 3Ψ.
