@@ -45,7 +45,7 @@ title = "bf16 reaches as far up as fp32 with half the bits; fp16 does not"
 plots.dynamic_range(formats, title=title)
 
 # %% [markdown]
-# The solid part of each bar are *normal* numbers. bf16's span what fp32's span, with half the bits; fp16's do not. (The hatched part, the *subnormal* numbers, ends sooner in bf16.)
+# The solid part of each bar holds the *normal* numbers. bf16's span what fp32's span, with half the bits; fp16's do not. (The hatched part, the *subnormal* numbers, ends sooner in bf16.)
 # The formats below 8 bits span so little that a *scale* has to travel with them. The last section is about scales.
 
 # %% [markdown]
@@ -670,7 +670,7 @@ blocked = {"int8": int8} | {mx.name: in_blocks(spiked, mx) for mx in block_forma
 {name: error(w[1:32], rounded[1:32]) for name, rounded in blocked.items()}
 
 # %% [markdown]
-# Only MXFP8 has exponents enough for this outlier *and* its neighbors.
+# Only MXFP8 has enough exponents for this outlier *and* its neighbors.
 #
 # **NVFP4** is NVIDIA's answer at 4 bits. It changes three things in MXFP4. Blocks have 16 numbers. The scale is an e4m3 number, so that a block's largest value lands near 6 rather than anywhere between 4 and 8.
 # And since e4m3 spans less than e8m0, the whole tensor gets one more scale, in fp32. Which of the three makes the error smaller? Change the first two, each alone and both, on the normal numbers and on numbers with heavy tails (Student's t with 3 degrees of freedom):

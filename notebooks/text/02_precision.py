@@ -835,8 +835,8 @@ reveal("precision/autocast-weights", times=round(times, 2))
 # %% [markdown]
 # ## Do the three together match fp32?
 #
-# From scratch, with a learning rate of 0.001 and the whole loss of a batch, this GPT does not tell: there fp16 without any repair learned what fp32 learns (the control above).
-# So test them where they are needed: at the end of a schedule, with a learning rate of 0.00001, on a micro-batch's share of $2^{-17}$. All together, and without two of them, one at a time. (Sums are in fp32 here.)
+# From scratch, with a learning rate of 0.001 and the whole loss of a batch, this GPT cannot tell: there fp16 without any repair learned what fp32 learns (the control above).
+# So test them where they are needed: at the end of a schedule, with a learning rate of 0.00001, on a micro-batch's share of $2^{-17}$. Here are all three, then each of two taken away. (Sums are in fp32.)
 
 # %%
 together = {
@@ -856,7 +856,7 @@ falls = {name: sum(run[-1] for run in three) for name, three in gained.items()}
 {name: f"{fall / falls['fp32']:z.0%} of the gain" for name, fall in falls.items()}
 
 # %% [markdown]
-# bf16 needs no loss scale, and the master copy more than fp16: without one its weights got a tenth of the gain above, those of fp16 get more than half.
+# bf16 needs no loss scale, but needs the master copy more than fp16: without one its weights got a tenth of the gain above, those of fp16 get more than half.
 
 # %% [markdown]
 # ## Further: 12, 16, 18, 20 or 24 bytes per parameter?

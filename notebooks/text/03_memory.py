@@ -729,7 +729,7 @@ for name, (linear, quadratic) in stated.items():
 # **"The multiplier 2 is because of both K and V are cached."** That is a cache of *inference*. Training keeps queries, keys and values of the batch, once. <!-- erratum: S0-008 -->
 #
 # **34 + 5·n_heads/h** (reading notes on *The Ultra-Scale Playbook*): a factor $s$ is lost. For GPT-3 at 2048 tokens that is 82 GB instead of 275. It goes with their sentence that this memory "scales linearly with both sequence length ($seq$) and batch size in samples ($bs$)": <!-- erratum: S3-006, S3-007 -->
-# what scales so is the first term alone.
+# only the first term does.
 #
 # ### True under a condition
 #

@@ -391,7 +391,7 @@ predict("hidden/tokens", tokens=500)
 #
 # $$ \frac{4\,\Psi\,T}{F} \;\ge\; \frac{2\,g\,\Psi}{\mathrm{bw}}\,\frac{N-1}{N} \quad\Longleftrightarrow\quad T \;\ge\; \frac g2\cdot\frac{F}{\mathrm{bw}}\,\frac{N-1}{N}. $$
 #
-# The model's size cancels. How much is hidden, latencies included, at half, once, twice and four times that T, on 64 ranks and on 1024:
+# The model's size cancels. Take F as 601 TFLOP/s, 61 % of the H100's peak, and bw as 320 GB/s, what the eight links of a node carry (lab 09 says where both are from). How much is hidden, latencies included, at half, once, twice and four times that T, on 64 ranks and on 1024:
 
 # %%
 h100 = Hardware.named("H100")

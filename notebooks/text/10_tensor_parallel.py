@@ -43,7 +43,7 @@ from labutils.world import World
 # %% [markdown]
 # ## The idea in one picture
 #
-# These are the tensors that one layer of a GPT keeps for its backward pass, from left to right: tokens downwards, width to the right. A tensor has the name of the layer that reads it; q, k and v go into attention, heads come out of it. The coloured part is what one of the four
+# These are the tensors that one layer of a GPT keeps for its backward pass, from left to right: tokens downwards, width to the right. A tensor has the name of the layer that reads it; q, k and v go into attention, heads come out of it. The colored part is what one of the four
 # ranks holds. Between the green lines each rank works alone.
 
 # %%
@@ -193,7 +193,7 @@ two.run(against_dtensor)
 
 # %% [markdown]
 # **Attention** is the same pair: queries, keys and values by columns, the output by rows. A rank gets whole heads, so softmax needs nobody. With fewer key–value heads than
-# ranks (GQA), neighbours hold the same head and sum its gradient. Llama-3.1-8B on 16 ranks:
+# ranks (GQA), neighbors hold the same head and sum its gradient. Llama-3.1-8B on 16 ranks:
 
 # %%
 rank_of_16 = tensor_parallel.rank_config(ModelConfig.named("llama-3.1-8b"), 16)
@@ -457,7 +457,7 @@ ends = {name: round(each[-1], 2) for name, each in losses.items()}
 ends, {name: round(each[-1], 2) for name, each in apart.items()}
 
 # %% [markdown]
-# No loss tells. What does is a comparison of what should be alike on all ranks, here by one broadcast. (A snapshot takes one rank's copy: the model that is loaded is not the one that was trained.)
+# No loss shows it. Compare what should be alike on all ranks, as the second figure does; one broadcast is enough for that. (A snapshot takes one rank's copy: the model that is loaded is not the one that was trained.)
 
 # %% [markdown]
 # ### Further: at full size
@@ -546,7 +546,7 @@ f"on a single ring: {through_one.makespan / eight.makespan:.1f} times as long"
 #
 # $$ \frac{24\,b\,s\,h^2}{t\,F} \;\ge\; \frac{8\,b\,s\,h}{\mathrm{bw}}\cdot\frac{t-1}{t} \quad\Longleftrightarrow\quad \frac{h}{t-1} \;\ge\; \frac{F}{3\,\mathrm{bw}}. $$
 #
-# Batch and layers have gone, as long as a message is so large that its latency does not count. **The width per rank** decides. With ρ for the left side over the right, ranks wait 1/(1 + ρ) of the layer. The backward pass computes twice as much and, with the extra gather hidden, sends the same: there ρ is twice as large.
+# Batch and layers cancel, as long as a message is so large that its latency does not count. **The width per rank** decides. With ρ for the left side over the right, ranks wait 1/(1 + ρ) of the layer. The backward pass computes twice as much and, with the extra gather hidden, sends the same: there ρ is twice as large.
 # Three Llamas on 2 to 16 ranks, each on both links, with 2,048 tokens:
 
 # %%
@@ -629,7 +629,7 @@ for sequence in (False, True):
     print(f"sequence: {sequence!s:5}  residual stream: {stream}  attention: {heads}")
 
 # %% [markdown]
-# **With data parallelism.** Neighbours share matrices (tp), the others batches (dp). After `parallelize` every gradient is whole when autograd delivers it, so replicas need to
+# **With data parallelism.** Neighbors share matrices (tp), the others batches (dp). After `parallelize` every gradient is whole when autograd delivers it, so replicas need to
 # know nothing. Two by two ranks, a sequence for each pair:
 
 # %%

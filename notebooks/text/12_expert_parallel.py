@@ -397,12 +397,12 @@ for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for no
 
 # %% [markdown]
 # In this language experts are worth a third of a nat, in every seed: a loss would show it if dropping did much harm. With nothing for balance more than a quarter of all visits is lost, and the loss is 0.06 ± 0.05 higher: worse in six seeds of eight, and not yet beyond chance.
-# With a balance loss there is next to nothing to drop. What balance buys for certain is time: the next question.
+# With a balance loss there is next to nothing to drop. What balance buys for certain is time: with twice the visits on one expert a layer takes nearly twice as long (the section on the all-to-all, below).
 
 # %% [markdown]
 # ### Further: what holds a router's logits?
 #
-# A softmax stays the same if all logits of a token grow by one number. So neither the model's loss nor a balance loss holds them where they are, and in bf16 that matters (lab 01): around 100 neighbours are half apart. The *z-loss* of ST-MoE pulls the sum of exponentials to 1:
+# A softmax stays the same if all logits of a token grow by one number. So neither the model's loss nor a balance loss holds them where they are, and in bf16 that matters (lab 01): around 100 neighbors are half apart. The *z-loss* of ST-MoE pulls the sum of exponentials to 1:
 #
 # $$ L_z \;=\; \frac1T\sum_t \ell_t^2, \qquad \ell_t = \log\sum_e e^{z_{te}}, \qquad \frac{\partial L_z}{\partial z_{te}} \;=\; \frac{2}{T}\,\ell_t\,p_{te}. $$
 
@@ -436,7 +436,7 @@ for share in (0, 0.001, 0.01):
     print(f", with logits in bf16 by {rough.abs().max():.3f}")
 
 # %% [markdown]
-# Nothing brings the logits of the first row back: in exact numbers that is no error, in bf16 it is one of 7 points. With enough z-loss both are right. The row between is on its way: as long as the sum is far from 1, the pull is strong enough to bend the probabilities. (Routers are often computed in fp32 for the same reason.)
+# Nothing brings the logits of the first row back: in exact numbers that is no error, in bf16 a probability is wrong by up to 7 percentage points. With enough z-loss both are right. The middle row is still on its way: as long as the sum is far from 1, the pull is strong enough to bend the probabilities. (Routers are often computed in fp32 for the same reason.)
 
 # %% [markdown]
 # ## Further: when does the all-to-all dominate?
@@ -467,7 +467,7 @@ print(f"NVLink: {even[NVLINK]:.0f}; Mixtral's experts: 14336, DeepSeek-V3's: 204
 # Mixtral's experts are wide enough for both links, DeepSeek-V3's for NVLink alone: between nodes each all-to-all of the forward pass would take 2.4 times as long as the experts.
 #   <!-- claim: (lambda h: round(h.rate() / (3 * h.network.bandwidth) / 2048, 1))(config.Hardware.named("H100")) == 2.4 -->
 #
-# **Is that so?** DeepSeek-V3 was trained across nodes, and its report gives a ratio of computing to communicating of about 1 : 1 (section 3.2.1). One by one, what the report does otherwise:
+# **Is that so?** DeepSeek-V3 was trained across nodes, and its report gives a ratio of computing to communicating of about 1 : 1 (section 3.2.1). Here is what the report does differently, one change after the other:
 
 # %%
 v3 = replace(ModelConfig.named("deepseek-v3"), seq_len=4096)

@@ -411,7 +411,7 @@ except DeadlockError as stuck:
 # In the last two lines rank 2 sends a forward to rank 3, and rank 3 a backward to rank 2: each waits for the other to receive. GPipe has no such pair: a rank
 # sends its first backward when it has received all forwards.
 #
-# Two cures serve any legal schedule. Either sends do not wait, and each rank takes a neighbour's messages in the order in which they were sent (`"matched"`, the default
+# Two cures serve any legal schedule. Either sends do not wait, and each rank takes a neighbor's messages in the order in which they were sent (`"matched"`, the default
 # here); or both ends of a message know its place in one order of all operations (`"paired"`), which is correct with waiting sends too.
 
 # %%
@@ -489,7 +489,7 @@ for each in (plan, chunks, fewer):
     print(f" {steps[0]:8} {steps[1]:14.1f}")
 
 # %% [markdown]
-# While messages take no time, both orders are equally short, and `fewer` holds the p micro-batches of 1F1B. So what the usual order holds more is not for the chunks: it is eager, and hides messages.
+# While messages take no time, both orders are equally short, and `fewer` holds the p micro-batches of 1F1B. So the usual order does not hold more because of its chunks. It is eager, as above, and hides messages.
 
 # %% [markdown]
 # ### Exercise 13.3 · Bug hunt: the order that hangs from three ranks on (12 min, ●●○)

@@ -424,7 +424,7 @@ turned = quantized(model, rotated(int8, 0), rotated(rounding("int8"), 0))
 print(f"A8, rotated, one scale: {lost(turned):.2f} % lost")
 
 # %% [markdown]
-# A scale per token repairs 8 bits. A rotation does it with one scale for all tokens, and better: it spreads the one-hot row over 384 channels. At 4 bits it is worth groups of 64, and keeps one scale per token; with groups along k only 64 products can be summed before they are scaled.
+# A scale per token repairs 8 bits. A rotation does it with one scale for all tokens, and better: it spreads the one-hot row over 384 channels. At 4 bits it is as good as groups of 64, with one scale per token; with groups along k only 64 products can be summed before they are scaled.
 
 # %% [markdown]
 # ## Further: multiply the integers
@@ -579,7 +579,7 @@ for what, inputs in {"calibration": seen, "unseen": read[name]}.items():
         print(f"{what:12} {how:14} output off by {100 * error:.2g} %")
 
 # %% [markdown]
-# Best on sentences it has seen: part of the gain is fitted to the calibration. Over the whole network, int4 in groups of 64 as above, `down` to nearest and all other matrices with feedback:
+# Feedback helps most on sentences that it has seen: part of the gain is fitted to the calibration. Over the whole network, int4 in groups of 64 as above, `down` to nearest and all other matrices with feedback:
 
 # %%
 fed = copy.deepcopy(model)

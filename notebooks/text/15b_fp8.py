@@ -446,7 +446,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# Up to 10,000 little is gained, e4m3's exponents do it. Beyond the format's span one scale loses everything, and tiles lose the outlier's own tile, one of 16: √(1/16) = 0.25 of the norm.
+# Up to 10,000 tiles gain little: e4m3's exponents are enough. Beyond the format's span one scale loses everything, and tiles lose the outlier's own tile, one of 16: √(1/16) = 0.25 of the norm.
 
 # %% [markdown]
 # ## Which bytes are saved?

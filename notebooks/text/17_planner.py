@@ -70,7 +70,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# With 215 GB on a GPU this job needs no axis but dp. (While messages hide, see below, and ranks are no more than the 512 sequences.) An H100 gives 72 GB, which are 80 less a reserve of 10 %. There dp alone computes everything again and takes 70.5 s. Neither pp nor cp beside it helps; tp beside it takes 61.6 s, all axes together 60.8 s. **Planning is buying back the time that memory costs.**
+# With 215 GB on a GPU this job needs no axis but dp. (That holds while messages hide, see below, and ranks are no more than the 512 sequences.) An H100 gives 72 GB, which are 80 less a reserve of 10 %. There dp alone computes everything again and takes 70.5 s. Neither pp nor cp beside it helps; tp beside it takes 61.6 s, all axes together 60.8 s. **Planning is buying back the time that memory costs.**
 
 # %% [markdown]
 # ## What does each axis divide, and what does it send?
@@ -126,7 +126,7 @@ plots.memory_bars(
 # %% [markdown]
 # ### Further: between nodes, and the same numbers counted
 #
-# Which of the two it is between nodes hangs on the ranks. The ring of an axis whose neighbours fill whole nodes takes all eight links of a node (lab 07), and asks for 9/8 · 1,670 = 1,880: ZeRO-3 over 64 ranks has three times as much. With tp = 4 beside it, four rings share the links, each has two, and asks for 7,500: more than the 6,550 of dp = 16. And tp = 16 on two nodes has 2,089: its products would take hardly longer than its messages.
+# Which of the two it is between nodes hangs on the ranks. The ring of an axis whose neighbors fill whole nodes takes all eight links of a node (lab 07), and asks for 9/8 · 1,670 = 1,880: ZeRO-3 over 64 ranks has three times as much. With tp = 4 beside it, four rings share the links, each has two, and asks for 7,500: more than the 6,550 of dp = 16. And tp = 16 on two nodes has 2,089: its products would take hardly longer than its messages.
 #
 # The planner counts FLOPs and bytes of each axis. Against the formulas of the table, and for every number of ranks:
 
@@ -230,7 +230,7 @@ for rank, measured in zip((0, 1), run.peaks, strict=True):
 # %% [markdown]
 # ## How long is a step?
 #
-# FLOPs of large products and of attention, bytes moved in memory, bytes sent, kernels: of all five the planner knows how many lie on the critical path of a step, and each has its rate.
+# On a stage each of m micro-batches takes F FLOPs of large products, A of attention, M bytes moved in memory, S sent and K kernels. The planner counts all five; each has a rate.
 #
 # $$ t \;=\; m\Big(\frac{F}{r_F} + \frac{A}{r_A} + \frac{M}{r_M} + \frac{S}{r_S} + K\kappa\Big)_{\text{slowest stage}} +\ \text{bubble} + \text{update}. $$
 #
@@ -355,7 +355,7 @@ for found in [every.fastest, *every.best(3)]:
     print(f"{found.seconds:.1f} s {found.peak / 1e9:.1f} GB  {text_of(found.plan)}")
 
 # %% [markdown]
-# Fastest first, then the first three of the ties, with most headroom and fewest axes first. They have little in common. (Within 7 %, the worst error above, there are 40 and more.) Why not another plan? Ask for the reason:
+# Fastest first, then the first three of the ties, with most headroom and fewest axes first. They have little in common. (Within 7 %, the worst error above, are 40 and more.) Why not another plan? Ask for the reason:
 
 
 # %%
@@ -581,7 +581,7 @@ print(export("megatron", llama, tied))
 #
 # ### True under a condition
 #
-# **"Empiric rule: model_size*18 < 75% of gpu"**; if so, "then you don't need any model parallelism" (2021). True for short sequences: Qwen2-0.5B has 8.9 GB by this rule, and 177 GB with 131,072 tokens. Nor backwards: Llama-3.1-8B has 145 GB, and takes 60 on each of eight GPUs with ZeRO-3. <!-- erratum: PL-09 -->
+# **"Empiric rule: model_size*18 < 75% of gpu"**; if so, "then you don't need any model parallelism" (2021). True for short sequences: Qwen2-0.5B has 8.9 GB by this rule, and 177 GB with 131,072 tokens. Nor the reverse: Llama-3.1-8B has 145 GB, and takes 60 on each of eight GPUs with ZeRO-3. <!-- erratum: PL-09 -->
 #   <!-- claim: [round(planner.estimate(planner.Job(model=__import__("dataclasses").replace(config.ModelConfig.named(name), seq_len=s), cluster=planner.Cluster(device=config.Hardware.named("A100"), nodes=1), batch_tokens=64 * s), planner.Plan(dp=8, micro_batches=8, zero=z)).peak / 1e9) for name, s, z in (("qwen2-0.5b", 131072, 0), ("llama-3.1-8b", 8192, 3))] == [177, 60] -->
 #
 # **(10 + 24 / tp) · s · b · h for a layer's activations** (Megatron-LM's estimate before a run). True of GPT-3's layer with tp alone. It is printed with sequence parallelism as well, three times what a rank of tp = 8 keeps, and knows nothing of cp: with cp = 8 and 131,072 tokens it expects 408 GiB in layers; a rank held 148 GiB of everything. <!-- erratum: PL-10 -->
