@@ -70,7 +70,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# With 215 GB on a GPU this job needs no axis but dp. (That holds while messages hide, see below, and ranks are no more than the 512 sequences.) An H100 gives 72 GB, which are 80 less a reserve of 10 %. There dp alone computes everything again and takes 70.5 s. Neither pp nor cp beside it helps; tp beside it takes 61.6 s, all axes together 60.8 s. **Planning is buying back the time that memory costs.**
+# With 215 GB on a GPU this job needs no axis but dp, while messages hide (see below) and ranks are no more than the 512 sequences. An H100 gives 72 GB, which are 80 less a reserve of 10 %. There dp alone computes everything again and takes 70.5 s. Neither pp nor cp beside it helps; tp beside it takes 61.6 s, all axes together 60.8 s. **Planning is buying back the time that memory costs.**
 
 # %% [markdown]
 # ## What does each axis divide, and what does it send?
