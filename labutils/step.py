@@ -32,13 +32,19 @@ from labutils import (
     zero,
 )
 from labutils.config import Mesh, ModelConfig, TrainConfig
-from labutils.memory.recording import OPTIMIZERS, STEPPING
 from labutils.model import ATTEND, GPT, IGNORED, Block
 from labutils.world import Comm, Rank
 
 Batch = tuple[Tensor, Tensor]  # tokens [b, s] and targets [b, s]
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LOOPED = {"interleaved", "breadth_first", "interleaved_zb"}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+STEPPING = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}
 SEED = 0  # of all weights that are drawn: the same numbers on all ranks
 
 

@@ -54,11 +54,9 @@ SIDEWAYS = {
     ("zero", "data_parallel"),
     # Ring attention merges what flash attention gives for blocks of keys.
     ("context_parallel", "flash"),
-    # The step that memory predicts is the one that the labs put together of these.
+    # What memory predicts is a step, recorded; on one device it accumulates as lab 05 does.
+    ("memory", "step"),
     ("memory", "accumulation"),
-    ("memory", "checkpointing"),
-    ("memory", "precision"),
-    ("memory", "zero"),
     # QLoRA's frozen weights; the adapter of a split layer is split as the layer is; what is trained
     # has the states of anything trained.
     ("lora", "quantization"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from equivalence import LORA, case, phases, rehearsed, rows
 
-from labutils import anatomy, checkpointing, measure, predict, schedule, step
+from labutils import anatomy, checkpointing, measure, memory, predict, schedule, step
 from labutils.config import Hardware, Link, Mesh, ModelConfig, TrainConfig
 from labutils.flash import fused
 from labutils.model import GPT
@@ -145,6 +145,19 @@ def test_ranks_hold_what_a_dry_run_says_at_the_fullest_moment_of_each_phase(name
     said = predict.peak(plan.model, plan.train, plan.mesh, plan.mesh.size - 1)
     assert real == dry and said.phases.items() <= dry.items()
     assert said.total == max(said.phases.values())
+
+
+@pytest.mark.parametrize("given, scalars", [
+    (dict(precision="fp32"), 8), (dict(precision="bf16"), 2), (dict(autocast=True), 8),
+    (dict(precision="fp32", global_batch=4), 28),
+], ids=str)  # fmt: skip
+def test_on_one_device_a_step_of_a_mesh_holds_what_memory_says_and_the_weights_of_losses(
+    given, scalars
+):
+    """Why `memory.recording` has a loop of its own."""
+    model = replace(ModelConfig.named("gpt2"), num_layers=3)
+    train = TrainConfig(**{"micro_batch": 1, "global_batch": 1} | given)
+    assert predict.peak(model, train).total - memory.predict(model, train).total == scalars
 
 
 BEGUN = {

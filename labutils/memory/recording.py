@@ -19,19 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labutils import accumulation, checkpointing, measure, precision, zero
+from labutils import accumulation, anatomy, measure
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.memory.formulas import Recording, Storage, factored
-from labutils.model import GPT
+from labutils.step import build
 from labutils.world import Rank, World
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
-STEPPING = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}
 BATCH = "tokens and targets"
 SHARES = {
     "weight shards", "gradient shards", "master weights", "exp_avg", "exp_avg_sq",
@@ -56,7 +49,8 @@ def record(model: ModelConfig, train: TrainConfig, primes: Mapping[str, int]) ->
             ((recorder, places),) = one.run(_run, model, train)
     finally:
         gc.unfreeze()
-    units = {sum(sizes): [factored(size, primes) for size in sizes] for sizes in places.units}
+    gathered = anatomy.units(model).values() if train.zero == 3 else ()
+    units = {sum(sizes): [factored(size, primes) for size in sizes] for sizes in gathered}
     lives = []
     for life, part in zip(recorder.lives, places.parts, strict=True):
         name = part if life.name in ("", "activations", "buffers") else life.name
@@ -98,35 +92,18 @@ def _run(rank: Rank, model: ModelConfig, train: TrainConfig) -> "tuple[measure.R
         return _step(rank, model, replace(train, bucket_bytes=1))
 
 
-def _built(rank: Rank, model: ModelConfig, train: TrainConfig) -> tuple[GPT, list, Any]:
-    """The model, the sizes that ZeRO gathers at once, and the optimizer."""
-    narrow = torch.bfloat16 if train.half else torch.float32
-    wide = torch.float32 if train.fp32_gradients else None
-    net = GPT(model, attention=train.attention)
-    for tensor in (*net.parameters(), *net.buffers()):  # of fake tensors no module can go `.to`
-        tensor.data = tensor.data.to(torch.float32 if train.zero == 3 else narrow)
-    checkpointing.apply(net, train.checkpointing)
-    make = functools.partial(OPTIMIZERS[train.optimizer], lr=1e-3, **STEPPING[train.stepping])
-    comm = rank.comm("dp")
-    if train.zero == 3:
-        root = [p.numel() for name, p in net.named_parameters() if not name.startswith("blocks.")]
-        units = [root, [parameter.numel() for parameter in net.blocks[0].parameters()]]
-        zero.shard(net, comm, param_dtype=narrow, reduce_dtype=wide, reshard=train.reshard)
-        return net, units, make(net.parameters())
-    if train.zero:
-        options: Any = dict(level=train.zero, reduce_dtype=wide, bucket_bytes=train.bucket_bytes)
-        return net, [], zero.Optimizer(net.parameters(), comm, make, **options)
-    optimizer: Any = make(net.parameters())
-    if train.half:
-        optimizer = precision.MasterWeights(optimizer, fp32_gradients=train.fp32_gradients)
-    return net, [], optimizer
-
-
 def _begun(rank: Rank, model: ModelConfig, train: TrainConfig) -> tuple:
     """A training after its first step: a step, the model, what steps its weights; then the batch,
-    the optimizer around that, and the sizes that ZeRO gathers at once."""
-    net, units, optimizer = _built(rank, model, train)
-    inner = getattr(optimizer, "inner", getattr(optimizer, "optimizer", optimizer))
+    and the optimizer around that.
+
+    All is built by `step.build`. Its own step is not what is recorded, since it weighs each loss by
+    its targets: at GPT-2's peak in fp32 these scalars are 8 bytes, 28 with four micro-batches.
+    """
+    # Of what autocast does, weights know nothing.
+    plain = replace(train, precision="fp32", autocast=False) if train.autocast else train
+    mine = build(model, plain, rank.mesh)(rank)
+    net: Any = mine.stages[0]
+    (optimizer,), (inner,) = mine.optimizers, mine.inner
     rows = train.micro_batch * train.accumulation(rank.size)
     x, y = (torch.zeros(rows, model.seq_len, dtype=torch.long) for _ in range(2))
 
@@ -151,16 +128,16 @@ def _begun(rank: Rank, model: ModelConfig, train: TrainConfig) -> tuple:
             optimizer.zero_grad()
         return value  # held until here, as the caller of a step holds it
 
-    return step, net, inner, (x, y), optimizer, units
+    return step, net, inner, (x, y), optimizer
 
 
 def _step(rank: Rank, model: ModelConfig, train: TrainConfig) -> "tuple[measure.Recorder, _Places]":
-    step, net, inner, batch, optimizer, units = _begun(rank, model, train)
+    step, net, inner, batch, optimizer = _begun(rank, model, train)
     with measure.recording(net, inner) as recorder:
         recorder.guess(batch, "activations", BATCH)
         for table in net.buffers():
             recorder.life(table).name = "tables of cos and sin"
-        with _Places(recorder, net, train.checkpointing, units) as places, places.hooks():
+        with _Places(recorder, net, train.checkpointing) as places, places.hooks():
             step(functools.partial(places.enter_optimizer, optimizer, inner))
     places.catch_up()
     return recorder, places
@@ -170,11 +147,9 @@ class _Places(measure.Mode):
     """Writes down beside a recorder which layer each moment belongs to, and which part of the model
     made each storage."""
 
-    def __init__(
-        self, recorder: measure.Recorder, net: GPT, policy: str, units: list[list[int]]
-    ) -> None:
+    def __init__(self, recorder: measure.Recorder, net: nn.Module, policy: str) -> None:
         super().__init__()
-        self.recorder, self.net, self.units = recorder, net, units
+        self.recorder, self.net = recorder, net
         self.layers: list[int | None] = []
         self.parts: list[str] = []
         self.layer: int | None = None
@@ -243,7 +218,7 @@ class _Places(measure.Mode):
             stack.callback(part.register_forward_pre_hook(enter).remove)
             stack.callback(part.register_forward_hook(self._leave).remove)
         # First on the way in, last on the way out: what ZeRO does around a layer is the layer's.
-        for i, block in enumerate(self.net.blocks):
+        for i, block in enumerate(self.net.get_submodule("blocks").children()):
             enter, leave = (functools.partial(f, i) for f in (self._enter_layer, self._follow))
             stack.callback(block.register_forward_pre_hook(enter, prepend=True).remove)
             stack.callback(block.register_forward_hook(leave, prepend=True).remove)

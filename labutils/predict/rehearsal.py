@@ -9,11 +9,10 @@ import torch
 from labutils import expert_parallel, measure, step
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
+from labutils.memory.recording import BATCH
 from labutils.timeline import History
 from labutils.trace import OneRank, Trace
 from labutils.world import Rank, World
-
-BATCH = "tokens and targets"
 
 
 class Rehearsal(NamedTuple):
