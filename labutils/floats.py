@@ -71,8 +71,8 @@ class FloatFormat:
     zero: bool = True
 
     def __post_init__(self):
-        _check_int("exponent_bits", self.exponent_bits, 1, 11)
-        _check_int("mantissa_bits", self.mantissa_bits, 0, 52)
+        _set_int(self, "exponent_bits", 1, 11)
+        _set_int(self, "mantissa_bits", 0, 52)
         _check_choice("nan", self.nan, NANS)
         if self.nan == "negative_zero" and not (self.signed and self.zero):
             raise ValueError(
@@ -80,7 +80,7 @@ class FloatFormat:
             )
         if self.bias is None:
             object.__setattr__(self, "bias", (1 << self.exponent_bits - 1) - 1)
-        _check_int("bias", self.bias, -(1 << 11), 1 << 11)
+        _set_int(self, "bias", -(1 << 11), 1 << 11)
         if self._max_code >> self.mantissa_bits < self._first_exponent:
             raise ValueError(
                 f"{self.exponent_bits} exponent bit(s) with nan={self.nan!r} leave no normal "
@@ -197,7 +197,7 @@ class FloatFormat:
         >>> E4M3.fields(0b1_0111_100)
         Fields(sign=1, exponent=7, mantissa=4, kind='normal')
         """
-        _check_int(f"code of {self.name}", code, 0, (1 << self.bits) - 1)
+        code = _whole(f"code of {self.name}", code, 0, (1 << self.bits) - 1)
         sign, magnitude = divmod(code, 1 << self.exponent_bits + self.mantissa_bits)
         exponent, mantissa = divmod(magnitude, 1 << self.mantissa_bits)
         if magnitude > self._max_code:
@@ -349,9 +349,14 @@ class FloatFormat:
         return self._signed(self._max_code + 1, negative) if self.inf else self._nan_code(negative)
 
 
-def _check_int(what: str, value: object, low: int, high: float = math.inf) -> None:
-    if units.whole(value, what, low) > high:
+def _whole(what: str, value: object, low: int, high: int) -> int:
+    if (number := units.whole(value, what, low)) > high:
         raise ValueError(f"{what} must be at most {high}, got {value}")
+    return number
+
+
+def _set_int(record: object, name: str, low: int, high: int) -> None:
+    object.__setattr__(record, name, _whole(name, getattr(record, name), low, high))
 
 
 def _check_choice(what: str, value: object, choices: Sequence[str]) -> None:
@@ -434,7 +439,7 @@ class IntFormat:
     bits: int
 
     def __post_init__(self):
-        _check_int("bits", self.bits, 1)
+        units.whole_fields(self, "bits")
 
     @property
     def min(self) -> int:
@@ -474,7 +479,7 @@ class BlockFormat:
     scale: FloatFormat = E8M0
 
     def __post_init__(self):
-        _check_int("block_size", self.block_size, 1)
+        units.whole_fields(self, "block_size")
 
     @property
     def bits_per_value(self) -> float:

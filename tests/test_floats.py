@@ -265,6 +265,18 @@ def test_nvfp4_is_what_its_definition_says():
     assert all(math.isnan(v) for v in nvfp4.decode(*nvfp4.encode([1.0, math.inf])))
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint8])
+def test_a_format_of_numpy_integers_is_that_of_ints(kind):
+    """An integer of 8 bits overflows in 2**8, and is not negative where it has no sign."""
+    fp32 = FloatFormat("fp32", kind(8), kind(23), bias=kind(127))
+    assert fp32 == floats.FP32 and fp32.decode(np.int64(0x40490FDB)) == np.float32(math.pi)
+    assert FloatFormat("FP32", kind(8), kind(23)).max == floats.FP32.max
+    assert floats.E4M3.decode(kind(100)) == floats.E4M3.decode(100)
+    assert (floats.IntFormat("i", kind(8)).min, floats.IntFormat("i", kind(8)).max) == (-128, 127)
+    blocks = floats.BlockFormat("blocks", floats.E2M1, kind(16))
+    assert type(blocks.block_size) is int and blocks.bits_per_value == 4.5
+
+
 def test_names():
     assert all(floats.named(name) is fmt for name, fmt in floats.FORMATS.items())
     assert floats.named(floats.E4M3) is floats.E4M3
