@@ -396,7 +396,7 @@ class Adapters:
 
     def __post_init__(self) -> None:
         units.whole_fields(self, "rank")
-        units.positive(self.alpha, "alpha")
+        units.positive_fields(self, "alpha")
         _one_of(vars(self), base=("", "nf4"))
 
 
@@ -480,13 +480,13 @@ class TrainConfig:
             reshard=(True, False),
             prefetch=(True, False),
         )
-        units.positive(self.lr, "lr")
+        units.positive_fields(self, "lr")
         if self.clip is not None:
-            units.positive(self.clip, "clip")
+            units.positive_fields(self, "clip")
         if self.layers is not None:
             units.instance(self.layers, Iterable, "layers")
-            object.__setattr__(self, "layers", tuple(self.layers))
-            units.wholes(**{f"layers[{i}]": n for i, n in enumerate(self.layers)})
+            layers = units.wholes(**{f"layers[{i}]": n for i, n in enumerate(self.layers)})
+            object.__setattr__(self, "layers", layers)
         if not isinstance(self.frozen, list | tuple):  # a text alone is a name for each letter
             said = f"{self.frozen!r:.60} ({type(self.frozen).__name__})"
             raise TypeError(f"frozen takes a tuple of names, got {said}: ('head.*',) is one")
@@ -614,8 +614,8 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        units.positive(self.latency, "latency", or_zero=True)
-        units.positive(self.bandwidth, "bandwidth")
+        units.positive_fields(self, "latency", or_zero=True)
+        units.positive_fields(self, "bandwidth")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,10 +175,20 @@ def whole_fields(record: object, *names: str, minimum: int = 1) -> None:
 
 def positive(value: object, name: str, *, or_zero: bool = False) -> float:
     """`value` as a float, after checking that it is a finite number above zero, `or_zero`; the
-    error names `name`, the value and the remedy."""
+    error names `name`, the value and the remedy.
+
+    Compute with what it returns: 10**6 over a numpy.float16 is infinite.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
     if not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
         least = "of at least 0" if or_zero else "above 0"
         raise ValueError(f"{name} must be a finite number {least}, got {value}")
     return float(value)
+
+
+def positive_fields(record: object, *names: str, or_zero: bool = False) -> None:
+    """Makes these fields of a frozen dataclass floats, each checked by `positive`; ints stay."""
+    for name in names:
+        number = positive(value := getattr(record, name), name, or_zero=or_zero)
+        object.__setattr__(record, name, value if type(value) is int else number)

@@ -22,9 +22,11 @@ from labutils import (
     data_parallel,
     expert_parallel,
     flash,
+    floats,
     ledger,
     memory,
     pipeline,
+    planner,
     predict,
     quantization,
     scaling,
@@ -63,6 +65,23 @@ def timeline(seconds, bucket_bytes, n):
 
 def order_timeline(seconds, n):
     return zero.step_timeline(zero.unit_order(1), [(8, seconds)], n=n, link=LINK)
+
+
+def layers_of_stages(layers):
+    return config.TrainConfig(micro_batch=1, global_batch=1, layers=(layers, layers))
+
+
+def cluster(**options):
+    return planner.Cluster(device=config.Hardware.named("H100"), **options)
+
+
+def job(**options):
+    return planner.Job(model=MODEL, cluster=cluster(nodes=1), **options)
+
+
+def fit(batch, steps):
+    """A numpy.uint8 of 200 times one of 200 is 64."""
+    return scaling.fit({batch: steps, 100: 57})
 
 
 def named(fn, *args):
@@ -161,8 +180,8 @@ TABLE = {
     "tensor_parallel.rank_config": row(named(tensor_parallel.rank_config, MODEL), n=(2, "1")),
     "context_parallel.layout": row(context_parallel.layout, s=(8, "1"), n=(2, "1")),
     "expert_parallel.capacity": row(
-        named(lambda **o: expert_parallel.capacity(factor=1.0, **o)), tokens=(4, "0"),
-        num_experts=(2, "1"), k=(1, "1"),
+        expert_parallel.capacity, tokens=(100, "0"), num_experts=(2, "1"), k=(3, "1"),
+        factor=(1.25, "+"),
     ),
     "quantization.nf4_bytes": row(quantization.nf4_bytes, numel=(64, "1")),
     "memory.korthikanti": row(
@@ -172,6 +191,22 @@ TABLE = {
     "config.accumulation": row(TRAIN.accumulation, dp=(2, "1")),
     "config.coords": row(config.Mesh(dp=4).coords, rank=(0, "0")),
     "config.Link": row(config.Link, latency=(1e-6, "0+"), bandwidth=(1e9, "+")),
+    "config.Adapters": row(config.Adapters, rank=(2, "1"), alpha=(4.0, "+")),
+    "config.TrainConfig": row(
+        config.TrainConfig, micro_batch=(1, "1"), global_batch=(8, "1"), lr=(0.5, "+"),
+        clip=(1.0, "+"),
+    ),
+    "config.layers": row(layers_of_stages, layers=(2, "0")),
+    "planner.Cluster": row(
+        cluster, nodes=(2, "1"), gpus_per_node=(8, "1"), between=(50.0, "+"), price=(2.0, "0+"),
+    ),
+    "planner.Job": row(
+        job, batch_tokens=(64, "1"), tokens=(1000.0, "0+")
+    ),
+    "scaling.fit": row(fit, batch=(200, "+"), steps=(50, "+")),
+    "floats.FloatFormat": row(
+        named(floats.FloatFormat, "fp32"), exponent_bits=(8, "1"), mantissa_bits=(23, "0")
+    ),
     "units.text": row(named(units.text, 10.0), digits=(3, "1")),
     "ledger.Line": row(named(ledger.Line, "weights", 8), count=(1, "0")),
     "ledger.scaled": row(ledger.Ledger([ledger.Line("weights", 8)]).scaled, factor=(2, "0")),
@@ -210,18 +245,25 @@ def check_least(formula, good, key, kind):
             assert f"{key} must be" not in str(error), error
 
 
+def narrow(number):
+    """It in numpy's smallest type that holds it: np.uint8(1) - 2 and 300 / np.float16(0.1) are not
+    what they are in Python."""
+    kind = np.min_scalar_type(number).type
+    return kind(number) if float(kind(number)) == number else np.float64(number)
+
+
 def check_numpy(name):
     """The answer is the same, of the same types."""
     good = good_ones(name)
-    numpys = {key: np.int64(x) if isinstance(x, int) else x for key, x in good.items()}
+    numpys = {key: narrow(number) for key, number in good.items()}
     found, wanted = (repr(TABLE[name].fn(**each)) for each in (numpys, good))
     assert found == wanted, (found, wanted)
 
 
 def test_what_is_checked_is_what_is_computed_with():
-    """A numpy.int8 that is only checked overflows later: the Python int that the check returns goes
-    on."""
-    thrown_away = re.compile(r"^ *(?:if )?(?:units\.)?_?whole\(", re.MULTILINE)
+    """A numpy.int8 or float16 that is only checked overflows later: the number of Python that the
+    check returns goes on."""
+    thrown_away = re.compile(r"^ *(?:if )?(?:units\.)?(?:_?whole|wholes|positive)\(", re.MULTILINE)
     sources = [path for path in (ROOT / "labutils").rglob("*.py") if "teach" not in path.parts]
     assert [path.name for path in sources if thrown_away.search(path.read_text())] == []
 

@@ -205,7 +205,7 @@ def spread_experts(
         raise TypeError(f"spread_experts takes a module with MixtureOfExperts inside, got {got}")
     router.check_score(score)
     if capacity_factor is not None:
-        units.positive(capacity_factor, "capacity_factor")
+        capacity_factor = units.positive(capacity_factor, "capacity_factor")
     start = replicas or comm
     for parameter in module.parameters():
         start.broadcast(marked(parameter).data, out=parameter.data)

@@ -107,7 +107,7 @@ def capacity(tokens: int, num_experts: int, k: int, factor: float) -> int:
     Source: Switch Transformer 2101.03961, equation 3 (k = 1); k as in Megatron-LM's
     --moe-expert-capacity-factor.
     """
-    units.positive(factor, "capacity_factor")
+    factor = units.positive(factor, "capacity_factor")
     visits = units.whole(tokens, "tokens") * units.whole(k, "k", 1)
     return ceil(Fraction(str(factor)) * visits / units.whole(num_experts, "num_experts", 1))
 

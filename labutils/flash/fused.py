@@ -199,8 +199,7 @@ class Roof:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        units.positive(self.flops, "flops")
-        units.positive(self.bandwidth, "bandwidth")
+        units.positive_fields(self, "flops", "bandwidth")
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str = "bf16") -> "Roof":

@@ -26,8 +26,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         units.whole_fields(self, "nodes", "gpus_per_node")
-        units.positive(self.between, "between")
-        units.positive(self.price, "price", or_zero=True)
+        units.positive_fields(self, "between")
+        units.positive_fields(self, "price", or_zero=True)
         if not 0 <= self.reserve < 1:
             raise ValueError(f"reserve={self.reserve} is a share of the memory: give 0 ≤ … < 1")
 

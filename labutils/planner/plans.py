@@ -45,7 +45,7 @@ class Job:
         units.instance(self.model, ModelConfig, "Job")
         units.instance(self.cluster, Cluster, "Job")
         units.whole_fields(self, "batch_tokens")
-        units.positive(self.tokens, "tokens", or_zero=True)
+        units.positive_fields(self, "tokens", or_zero=True)
         if self.stack not in stages.STACKS:
             known = " or ".join(map(repr, stages.STACKS))
             raise ValueError(f"stack={self.stack!r} is unknown: use {known}")

@@ -122,9 +122,9 @@ class Adam8(LowBits):
         block: int | None = STATE_BLOCK,
         smallest: int = 4096,
     ) -> None:
-        units.positive(lr, "lr", or_zero=True)
-        units.positive(eps, "eps", or_zero=True)
-        units.positive(weight_decay, "weight_decay", or_zero=True)
+        lr = units.positive(lr, "lr", or_zero=True)
+        eps = units.positive(eps, "eps", or_zero=True)
+        weight_decay = units.positive(weight_decay, "weight_decay", or_zero=True)
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas={betas}: both are at least 0 and below 1, as (0.9, 0.999)")
         if block is not None:

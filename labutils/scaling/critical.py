@@ -46,10 +46,10 @@ def fit(steps: Mapping[float, float]) -> Hyperbola:
         raise ValueError(
             f"{len(steps)} batch sizes fix no hyperbola: give the steps of two or more"
         )
-    for batch, each in steps.items():
-        units.positive(batch, "batch"), units.positive(each, f"steps of a batch of {batch}")
+    said, positive = "steps of a batch of", units.positive
+    pairs = [(positive(b, "batch"), positive(s, f"{said} {b}")) for b, s in steps.items()]
     # Divided by S: 1 = Smin·(1/S) + Emin·(1/(B·S)), two columns and the normal equations.
-    columns = [(1 / s, 1 / (b * s)) for b, s in steps.items()]
+    columns = [(1 / s, 1 / (b * s)) for b, s in pairs]
     aa, ab, bb = (sum(c[i] * c[j] for c in columns) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b, det = sum(c[0] for c in columns), sum(c[1] for c in columns), aa * bb - ab * ab
     found = Hyperbola(round((a * bb - b * ab) / det, 9), round((b * aa - a * ab) / det, 9))

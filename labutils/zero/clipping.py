@@ -33,7 +33,7 @@ def clip_grad_norm(
     units.instance(comm, Comm, "clip_grad_norm")
     units.instance(parameters, Iterable, "clip_grad_norm")
     comm.check_all("the norm of a gradient")
-    units.positive(max_norm, "max_norm")
+    max_norm = units.positive(max_norm, "max_norm")
     found = [p for p in dict.fromkeys(parameters) if _has_gradient(p)]
     square = torch.zeros((), dtype=torch.float64, device=comm.device)
     for p in found:

@@ -57,7 +57,7 @@ def model_states(
 
     Source: Rajbhandari et al. 1910.02054, figure 1 and table 1.
     """
-    units.positive(num_params, "num_params")
+    num_params = units.positive(num_params, "num_params")
     each = _bytes_a_parameter(n, level, K, gradient_bytes)
     return Ledger(
         Line(name, round(size * Fraction(num_params)), component=name, axis="dp" * sharded)
@@ -77,7 +77,7 @@ def largest_model(
 
     Source: Rajbhandari et al. 1910.02054, table 2.
     """
-    units.positive(memory, "memory", or_zero=True)
+    memory = units.positive(memory, "memory", or_zero=True)
     each = _bytes_a_parameter(n, level, K, gradient_bytes)
     return float(Fraction(memory) / sum(size for _, size, _ in each))
 
