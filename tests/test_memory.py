@@ -296,3 +296,9 @@ def test_what_cannot_be_predicted_is_said():
         memory.predict("gpt2", train)
     with pytest.raises(ValueError, match="d_head=3 is odd"):
         memory.predict(replace(model, positions="rope", d_head=3), train)
+
+
+def test_the_update_is_the_fullest_moment_of_little_work():
+    """Weights and gradients, states and what a step needs for a moment."""
+    sizes = dict(weights=4, state=8, working=2, temporary=3)
+    assert [memory.step_peak(step, 2, **sizes) for step in (1, 2)] == [4 + 4 + 8 + 3] * 2

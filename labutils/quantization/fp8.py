@@ -108,13 +108,13 @@ def to_eight(
     >>> eight.codes.tolist(), round(1 / eight.inverse.item(), 3)
     ([[224.0, 64.0], [-448.0, 0.0]], 224.0)
     """
-    known, top = scale is not None, torch.finfo(torch.float32).max
+    known = scale is not None
     if scale is None:
         scale = scale_for(tile_amax(x, tile), dtype)
     scale = scale.view(-1, scale.shape[-1] if scale.dim() else 1)
     if tile is None:
         tile = x.shape[0], x.shape[1]
-    scaled, inverse = (x.float() * _spread(scale, tile, x.shape)).clamp(-top, top), 1 / scale
+    scaled, inverse = x.float() * _spread(scale, tile, x.shape), 1 / scale
     finite = x.isfinite()
     if known and dtype == torch.int8:  # which has no NaN
         inverse = inverse.where(finite.all(), torch.nan)
