@@ -3,7 +3,7 @@
 #
 # **You want four million tokens in a batch, and two sequences fit on the GPU. Can you have the gradient of the whole batch anyway, exactly?**
 #
-# *90 min, and 25 further · before this: lab 04 · needs a laptop, no GPU and no network*
+# *90 min, and 30 further · before this: lab 04 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -82,8 +82,8 @@ def flops(size):
 [units.text(flops(size), "FLOP") for size in (16, 4, 1)]
 
 # %% [markdown]
-# **Activations are paid for one micro-batch, FLOPs for all.** Time is the third part of the trade: the same FLOPs may take longer in smaller pieces. Is one sequence at a
-# time slower than sixteen, by half or more? With sequences of 32 tokens and of 512, the lesser processor time of two runs each:
+# **Activations are paid for one micro-batch, FLOPs for all.** Time is the third part of the trade: the same FLOPs may take longer in smaller pieces. Does the batch take half as long again, or more, if
+# one sequence is computed at a time and not all eight together? With sequences of 32 tokens and of 512, the lesser processor time of two runs each:
 
 # %%
 def seconds(net, data, size):
@@ -94,13 +94,13 @@ def seconds(net, data, size):
 
 for length in (32, 512):
     net = GPT(dataclasses.replace(config, seq_len=length))
-    data = tuple(torch.zeros(2, 16, length, dtype=torch.long))
-    runs = [(seconds(net, data, 1), seconds(net, data, 16)) for _ in range(2)]
+    data = tuple(torch.zeros(2, 8, length, dtype=torch.long))
+    runs = [(seconds(net, data, 1), seconds(net, data, 8)) for _ in range(2)]
     alone, together = map(min, zip(*runs, strict=True))
     print(f"{length:3} tokens: slower by half or more: {alone > 1.5 * together}")
 
 # %% [markdown]
-# So small pieces of short sequences waste time: each operation has a cost of its own, whatever it works on. Where a single sequence is work enough, they do not. FLOPs cannot tell the two apart: look at the clock when you choose a micro-batch.
+# So small pieces of short sequences waste time: each operation has a cost of its own, whatever it works on, and small products use a processor badly. Where a single sequence is work enough, small pieces cost little. FLOPs cannot tell the two cases apart: look at the clock when you choose a micro-batch.
 
 # %% [markdown]
 # ## Is it the gradient of the whole batch?
@@ -152,19 +152,34 @@ def times(k):
 reveal("accumulation/factor", times=round(times(8), 3))
 
 # %% [markdown]
-# **Why does nobody notice?** With SGD a gradient k times as large is a learning rate k times as large. Adam divides by the size of the gradient. With k = 8, how far off
-# are the weights after twenty steps?
+# The cure is `(loss / k).backward()`, as long as all micro-batches are equal. `accumulate` does it, and the difference that remains is rounding:
+
+# %%
+for size in (8, 4, 2, 1):
+    found = gradient(
+        lambda size=size: accumulation.accumulate(loss, micro_batches(batch, size))
+    )
+    close = ((found - whole).norm() / whole.norm()).item() < 1e-5
+    print(f"{16 // size:2} micro-batches: off by less than 1e-5: {close}")
+
+# %% [markdown]
+# Not to the bit: sums in another order are rounded differently (lab 01).
+
+# %% [markdown]
+# ### Further: why does nobody notice?
+#
+# With plain SGD a gradient k times as large is a learning rate k times as large. Adam divides by the size of the gradient. How far off are the weights after twenty steps on four of the sequences, if each gradient is
+# eight times too large?
 
 
 # %%
-def moved(make, k):
+def moved(make, factor):
     net = GPT(config, generator=torch.Generator().manual_seed(0)).double()
     before = nn.utils.parameters_to_vector(net.parameters()).detach()
-    optimizer = make(net.parameters(), lr=1e-3)
+    optimizer, few = make(net.parameters(), lr=1e-3), [side[:4] for side in batch]
     for _ in range(20):
         optimizer.zero_grad()
-        for part in micro_batches(batch, 16 // k):
-            net.loss(*part).backward()
+        (factor * net.loss(*few)).backward()
         optimizer.step()
     return nn.utils.parameters_to_vector(net.parameters()).detach() - before
 
@@ -185,19 +200,6 @@ for make in kinds:
 
 # %% [markdown]
 # Adam hides the mistake, and so does AdamW. It shows wherever the gradient is compared with another number: weight decay that is added to the gradient (Adam's `weight_decay`), a large `eps`, clipping, the logged norm, loss scaling.
-#
-# The cure is `(loss / k).backward()`, as long as all micro-batches are equal. `accumulate` does it, and the difference that remains is rounding:
-
-# %%
-for size in (8, 4, 2, 1):
-    found = gradient(
-        lambda size=size: accumulation.accumulate(loss, micro_batches(batch, size))
-    )
-    close = ((found - whole).norm() / whole.norm()).item() < 1e-5
-    print(f"{16 // size:2} micro-batches: off by less than 1e-5: {close}")
-
-# %% [markdown]
-# Not to the bit: sums in another order are rounded differently (lab 01).
 
 # %% [markdown]
 # ## What if the pieces are not equal?
@@ -223,8 +225,7 @@ plots.token_weights(lengths)
 reveal("accumulation/short", times=max(lengths) / min(lengths))
 
 # %% [markdown]
-# Nothing crashes. Only in October 2024 was an issue taken up: accumulation came out worse than the batch
-# that it stands for, and the most used trainers had to be repaired. Here is how far off the gradient is:
+# Nothing crashes. Only in October 2024 was an issue taken up: training with accumulation came out worse than with the whole batch at once, and the most used trainers had to be repaired. Here is how far off the gradient is:
 
 # %%
 padding = torch.arange(32) >= torch.tensor(lengths)[:, None]
@@ -615,10 +616,10 @@ def setting(gpus=16, checkpointing="none", attention="plain"):
 
 
 policies, kinds = ["none", "selective", "full"], ["plain", "sdpa"]
-explore(setting, gpus=[4, 8, 16, 32, 64], checkpointing=policies, attention=kinds)
+explore(setting, gpus=[4, 16, 64], checkpointing=policies, attention=kinds)
 
 # %% [markdown]
-# Full checkpointing makes the micro-batch larger and computes 22 % more, as in lab 04; accumulation computes no product twice. So where a sequence fits, accumulate rather than recompute, unless the smaller micro-batch costs more time than those 22 %, as it does above with one short sequence at a time.
+# Full checkpointing makes the micro-batch larger and computes 22 % more, as in lab 04; accumulation computes no product twice. So where a sequence fits, accumulate rather than recompute, unless the smaller micro-batch costs more time than those 22 %, as it does above with one short sequence at a time, or every micro-batch has to fetch the weights anew (lab 09).
 # <!-- claim: round(100 * checkpointing.overhead(config.ModelConfig.named("gpt2-xl"), "full")) == 22 -->
 
 # %% [markdown]
@@ -649,9 +650,21 @@ print("rows:", len(rows), "by formula:", formula)
 reveal("accumulation/padding", times=round(len(sizes) / formula, 1))
 
 # %% [markdown]
-# A packed row has no padding, but its tokens see the documents before theirs, unless attention has a mask for each document (lab 11).
+# That is padding to the length of a row. Loaders may also pad each micro-batch to its longest document. Tokens computed, over tokens that count, with eight documents at a time, as they come and sorted by length:
+
+
+# %%
+def padded(sizes):
+    eights = [sizes[k : k + 8] for k in range(0, len(sizes), 8)]
+    return sum(8 * max(eight) for eight in eights) / sum(sizes)
+
+
+f"{padded(sizes):.1f} as they come, {padded(sorted(sizes)):.1f} sorted"
+
+# %% [markdown]
+# So packing is not the only remedy: sorting wastes next to nothing either, but a micro-batch then has documents of one length alone. A packed row needs no padding in any order. Its tokens see the documents before theirs, unless attention has a mask for each document (lab 11).
 #
-# **Resuming.** A run stops after three steps on 4 ranks and goes on with 6. If rows are dealt out in one global order, the loader needs one number: the step. If every rank reads a part of its own from beginning to end, the parts of six ranks are not those of four. How many of 96 rows are read twice, and how many never?
+# **Resuming.** A run stops after three steps on 4 ranks and goes on with 6. If rows are dealt out in one global order, the loader needs one number: how many rows were read, here twelve in a step. If every rank reads a part of its own from beginning to end, the parts of six ranks are not those of four. How many of 96 rows are read twice, and how many never?
 
 
 # %%
@@ -678,7 +691,7 @@ for way in (in_order, own_part):
 # %% [markdown]
 # Dealt out in one order, every row is read once, whatever the number of ranks. With a part for each rank 22 of the 96 are read twice, and as many never, and nothing crashes.
 #
-# **Waiting for data.** One after the other, twenty loads and steps take 20 · (load + step). With the next batch on its way during a step, they take load + 20 · max(load, step), if all loads take equally long. Twenty steps that sleep:
+# **Waiting for data.** One after the other, twenty loads and steps take 20 · (load + step). With the next batch on its way during a step, they take load + 19 · max(load, step) + step, if all loads take equally long: nothing is loaded during the last step. Twenty steps that sleep:
 
 
 # %%
@@ -694,7 +707,7 @@ def slept(load, step, ahead, steps=20):
     return time.perf_counter() - start
 
 
-for ahead, by_formula in ((0, 20 * (0.04 + 0.05)), (1, 0.04 + 20 * 0.05)):
+for ahead, by_formula in ((0, 20 * (0.04 + 0.05)), (1, 0.04 + 19 * 0.05 + 0.05)):
     right = abs(slept(0.04, 0.05, ahead) / by_formula - 1) < 0.25
     print(f"{ahead} ahead: {by_formula:.2f} s; measured to a quarter: {right}")
 
@@ -722,7 +735,7 @@ hint("accumulation/configure", 1)
 # - **PyTorch DDP.** Every `backward()` all-reduces gradients, which accumulation needs only once: wrap all but the last micro-batch in `with model.no_sync():`,
 #   forward pass included (lab 08).
 # - **FSDP2.** `model.set_requires_gradient_sync(False)` for all but the last. Gradients are then kept *unsharded* between micro-batches, which costs the memory
-#   that sharding saved; leaving it on reduces every time and keeps them small (lab 09).
+#   that sharding the gradients saved; leaving it on reduces every time and keeps them small (lab 09).
 # - **Data.** `DataLoader(num_workers=…, prefetch_factor=…)` loads ahead; torchdata's `StatefulDataLoader` remembers where it is.
 # - **torchtitan 0.2.2.** `training.local_batch_size` and `training.global_batch_size`: the second turns accumulation on.
 # - **Megatron-LM.** `--micro-batch-size`, `--global-batch-size`; accumulation steps follow from the data-parallel degree.
