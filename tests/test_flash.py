@@ -576,4 +576,4 @@ def test_bad_input_elsewhere():
 
 
 def test_default_blocks_fit_a_tile_in_cache():
-    assert all(heads * math.prod(default_blocks(heads)) <= 2**18 for heads in range(1, 9))
+    assert all(heads * math.prod(default_blocks(heads)) <= 2**19 for heads in range(1, 9))

@@ -317,5 +317,5 @@ def test_of_equally_fast_algorithms_the_first_is_named(n):
 
 def test_a_tile_as_large_as_the_cache_is_taken():
     assert [flash.algorithms.default_blocks(heads) for heads in (1, 2, 4, 8, 9)] == [
-        (512, 512), (256, 512), (256, 256), (128, 256), (128, 256),
+        (512, 512), (256, 512), (256, 256), (256, 256), (256, 256),
     ]  # fmt: skip

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from labutils import precision, units
 
+_LOG2_E = math.log2(math.e)
+
 
 def plain(
     q: Float[Tensor, "b a s_q d"],
@@ -80,8 +82,8 @@ class OnlineSoftmax:
     ) -> None:
         """Takes one more block into account. Overwrites `scores`."""
         top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
-        rescale = (self.top - top).exp_()  # from the old maximum to the new one
-        weights = scores.sub_(top).exp_()
+        rescale = _exp(self.top - top)  # from the old maximum to the new one
+        weights = _exp(scores.sub_(top))
         self.total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
         self.out.mul_(rescale).baddbmm_(weights, values)
         self.top = top
@@ -238,25 +240,25 @@ def backward(memory: SlowMemory, problem: Problem) -> None:
         memory.store("D", rows, minus_d_lse + (d_out * out).sum(-1, keepdim=True))
     for columns in problem.tiling.key_blocks:
         k, v = memory.load("K", columns, dtype), memory.load("V", columns, dtype)
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        dk, dv = k.new_zeros(k.mT.shape), v.new_zeros(v.mT.shape)  # turned, so that no product turns a tile
         for rows in problem.tiling.queries_of(columns):
             _backward_tile(memory, problem, (rows, columns), k, v, dk, dv)
-        memory.store("dK", columns, dk)
-        memory.store("dV", columns, dv)
+        memory.store("dK", columns, dk.mT)
+        memory.store("dV", columns, dv.mT)
 
 
 def _backward_tile(
     memory: SlowMemory, problem: Problem, tile: tuple[slice, slice], *keys: Tensor
 ) -> None:
-    """Adds what one tile contributes to dQ, in slow memory, and to dK and dV."""
+    """Adds what one tile contributes to dQ, in slow memory, and to dKᵀ and dVᵀ."""
     (k, v, dk, dv), rows, dtype = keys, tile[0], problem.dtype
     q, d_out = memory.load("Q", rows, dtype), memory.load("dO", rows, dtype)
     lse, delta = memory.load("lse", rows, dtype), memory.load("D", rows, dtype)
     lse = lse.masked_fill(lse == -math.inf, 0)
-    weights = problem.scores(q, k, tile).sub_(lse).exp_()
-    dv.baddbmm_(weights.mT, d_out)
+    weights = _exp(problem.scores(q, k, tile).sub_(lse))
+    dv.baddbmm_(d_out.mT, weights)
     d_scores = weights.mul_(torch.bmm(d_out, v.mT).sub_(delta))  # at most two tiles are alive
-    dk.baddbmm_(d_scores.mT, q, alpha=problem.scale)
+    dk.baddbmm_(q.mT, d_scores, alpha=problem.scale)
     dq = memory.load("dQ", rows, dtype)
     memory.store("dQ", rows, torch.baddbmm(dq, d_scores, k, alpha=problem.scale))
 
@@ -363,6 +365,11 @@ def _blocks(n: int, block: int) -> list[slice]:
     return [slice(start, min(start + block, n)) for start in range(0, n, block)]
 
 
+def _exp(x: Tensor) -> Tensor:
+    """eˣ in the place of x, as 2 to the power x·log₂e: twice as fast as exp, on some CPUs."""
+    return x.mul_(_LOG2_E).exp2_()
+
+
 def _hidden(rows: slice, columns: slice, offset: int | None, device: torch.device) -> Tensor | None:
     """True where a query of `rows` must not see a key of `columns`; None where each sees all."""
     if offset is None or columns.stop - 1 <= rows.start + offset:
@@ -401,10 +408,10 @@ def problem_of(
 
 
 def default_blocks(heads: int) -> tuple[int, int]:
-    """Block sizes whose tile, over all heads, has about 2¹⁸ scores: 1 MB, which a cache keeps.
+    """Block sizes whose tile, of up to 8 heads, has 2¹⁹ scores at most: 2 MB, which a cache keeps.
 
     >>> default_blocks(1), default_blocks(8)
-    ((512, 512), (128, 256))
+    ((512, 512), (256, 256))
     """
-    sizes = ((512, 512), (256, 512), (256, 256), (128, 256))
+    sizes = ((512, 512), (256, 512), (256, 256))
     return next((size for size in sizes if heads * math.prod(size) <= 2**18), sizes[-1])
