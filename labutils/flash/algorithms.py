@@ -240,7 +240,7 @@ def backward(memory: SlowMemory, problem: Problem) -> None:
         memory.store("D", rows, minus_d_lse + (d_out * out).sum(-1, keepdim=True))
     for columns in problem.tiling.key_blocks:
         k, v = memory.load("K", columns, dtype), memory.load("V", columns, dtype)
-        dk, dv = k.new_zeros(k.mT.shape), v.new_zeros(v.mT.shape)  # turned, so that no product turns a tile
+        dk, dv = k.new_zeros(k.mT.shape), v.new_zeros(v.mT.shape)  # no product turns a tile
         for rows in problem.tiling.queries_of(columns):
             _backward_tile(memory, problem, (rows, columns), k, v, dk, dv)
         memory.store("dK", columns, dk.mT)
