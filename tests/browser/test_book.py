@@ -29,12 +29,15 @@ DESK, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 PUBLISHED = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "some/course"}
 COLOURS = ["color-contrast", "link-in-text-block"]
 AXE = {rule: {"enabled": False} for rule in COLOURS}
-# Axe takes milliseconds for each element, and the most are words of code, in some twenty colours, and glyphs of formulas, which are hidden from it.
+# Axe takes milliseconds for each element, and the most are words of code and of signatures, in some twenty colours, and glyphs of formulas, which are hidden from it.
 FEWER_WORDS_AND_GLYPHS = """() => {
-    const met = new Set();
-    for (const word of document.querySelectorAll('.highlight span:not(:has(span))'))
-        if (met.has(word.className)) word.replaceWith(word.textContent);
-        else met.add(word.className);
+    const met = new Set(), words = ':is(.highlight, .sig, code) span:not(:has(span))';
+    for (const depth of [1, 2])  // a word of a signature is a span in a span
+        for (const word of document.querySelectorAll(words)) {
+            const look = word.parentElement.className + '>' + word.className;
+            if (met.has(look)) word.replaceWith(word.textContent);
+            else met.add(look);
+        }
     for (const glyphs of document.querySelectorAll('mjx-container > mjx-math[aria-hidden=true]'))
         glyphs.replaceChildren();
 }"""
