@@ -1,6 +1,7 @@
 """The book's Sphinx extension: tables from the course's data, MathJax from its own site."""
 
 import csv
+import fnmatch
 import importlib.resources
 import inspect
 import json
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 
+import yaml
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
@@ -21,6 +23,11 @@ from labutils import config, notation
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CLAIMS, PAPERS = config.DATA / "claims.csv", config.DATA / "paper_results.csv"
 TABLE = ROOT / "benchmarks" / "table.csv"
+README, TOC = ROOT / "README.md", ROOT / "book" / "_toc.yml"
+LAB = re.compile(
+    r"^\| \[(\w+) · (.+?)\]\(notebooks/(\w+)\.ipynb\) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE
+)
+ROUTE = re.compile(r"([A-Z][a-z ]+): (labs [\w, ]+|all) \(about (\d+) hours\)")
 QUESTIONS, LABS = ROOT / "book" / "questions.csv", ROOT / "notebooks" / "text"
 NUMBERS = ("ours", "theirs", "ratio", "aim")
 VERDICTS = ("wrong", "true under a condition")
@@ -218,6 +225,44 @@ class Panel(SphinxDirective):
         return [nodes.raw("", page, format="html")]
 
 
+class Map(SphinxDirective):
+    """```{map}```: the labs by part, what the README says of them, and the routes through them."""
+
+    def run(self):
+        for source in (README, TOC):
+            self.env.note_dependency(str(source))
+        readme = README.read_text(encoding="utf-8")
+        routes = ROUTE.findall(readme)
+        labs = {name: said for *said, name in map(_of_the_readme, LAB.findall(readme))}
+        choices = [
+            f'<label><input type="radio" name="route" value="{number}"'
+            f'{" checked" * (on == "all")}> {length}, about {hours} hours</label>'
+            for number, (length, on, hours) in enumerate(routes)
+        ]
+        page = f"<fieldset><legend>How much time do you have?</legend>{''.join(choices)}</fieldset>"
+        for part in yaml.safe_load(TOC.read_text(encoding="utf-8"))["parts"]:
+            globs = [chapter["glob"] for chapter in part["chapters"] if "glob" in chapter]
+            held = [name for one in globs for name in labs if fnmatch.fnmatch(name, one)]
+            if held:
+                items = "".join(_item(name, *labs[name], routes) for name in held)
+                page += f"<h3>{part['caption']}</h3><ol>{items}</ol>"
+        return [nodes.raw("", f'<div class="map">{page}</div>', format="html")]
+
+
+def _of_the_readme(row):
+    """Number, title, minutes, what comes before, what you will do, and the page of a lab."""
+    number, title, name, *rest = row
+    return number, title, *rest, f"notebooks/{name}"
+
+
+def _item(name, number, title, minutes, before, will, routes):
+    on = (str(i) for i, (_, labs, _) in enumerate(routes) if labs == "all" or number in labs)
+    return (
+        f'<li class="{" ".join(f"on-{i}" for i in on)}"><a href="../{name}.html">{number} · {title}'
+        f"</a><p>{minutes} min, after {before}. You will {will}.</p></li>"
+    )
+
+
 WHOLE = re.compile(
     r" \[(?:full text read[^\]]*|read)\]"
 )  # worth saying is only that a source was read in part, or not seen
@@ -311,6 +356,7 @@ def setup(app):
     app.add_directive("benchmarks", Benchmarks)
     app.add_directive("lessons", Lessons)
     app.add_directive("panel", Panel)
+    app.add_directive("map", Map)
     app.connect("config-inited", link_to_repository)
     app.connect("html-page-context", name_items)
     app.connect("source-read", name_what_is_used)

@@ -366,6 +366,16 @@ def test_a_page_can_be_read_by_everybody_on_a_phone_in_the_dark(reader, name):
     page.goto("about:blank")
 
 
+def test_the_map_shows_what_a_route_has(reader):
+    page = reader.open("book/intro")
+    assert page.locator(".map li").count() == len(LABS)
+    page.get_by_label("Two evenings").check()
+    on = page.locator(".map li:has(p:visible) a").all_inner_texts()
+    assert [title.partition(" ")[0] for title in on] == ["00", "07"]
+    page.get_by_label("A term").check()
+    assert page.locator(".map p:visible").count() == len(LABS)
+
+
 def test_search_finds_a_word(reader):
     page = reader.open("book/intro")
     page.keyboard.press("Control+k")
