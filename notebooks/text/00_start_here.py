@@ -377,8 +377,8 @@ plots.memory_timeline(History(moments), capacity=Hardware.named("V100"), title=t
 # %% [markdown]
 # Nothing leaked. The optimizer's state was allocated at the first `step()`, after the first hill, and the second hill stands on top of it.
 #
-# This happens only if the hill is what counts. With a small batch the hill is low, the update is the fullest moment of *both* steps, and whoever
-# survives the first step survives them all. By the formulas above, an optimizer that keeps state makes step 2 peak higher exactly when
+# This happens only if the hill is what counts. With a small batch the hill is low, and the update is the fullest moment of *both* steps: whoever
+# survives the first step survives them all, as long as no later batch is larger. By the formulas above, an optimizer that keeps state makes step 2 peak higher exactly when
 # working > weights + temporary:
 
 # %%
@@ -708,7 +708,7 @@ except ValueError as error:
 #
 # Megatron-LM has `--record-memory-history` and `--memory-snapshot-path` for it, torchtitan 0.2.2 `profiling.enable_memory_snapshot`. The tool does not show what libraries such as NCCL allocate for themselves.
 #
-# **Let the second step fail early.** A job that dies in step 2 after an hour of loading is a waste. Run two steps on random tokens first, and load
+# **Let the second step fail early.** A job that dies in step 2 after an hour of loading is a waste. Run two steps on random tokens first, as many as the largest batch has, and load
 # weights and data after them.
 
 

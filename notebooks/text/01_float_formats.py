@@ -4,8 +4,6 @@
 # **What do you lose when a weight, a gradient or a sum gets 16, 8 or 4 bits instead of 32, and when does training notice?**
 #
 # *90 min, and 35 further · before this: lab 00 · needs a laptop, no GPU and no network*
-#
-# Every format of this lab is computed bit by bit, down to those that your machine has no arithmetic for.
 
 # %% [markdown]
 # ## Goals
@@ -177,9 +175,6 @@ check("floats/decode", decode)
 
 # %%
 hint("floats/decode", 1)
-
-# %% [markdown]
-# When your check has passed, or you have had enough, open the library's own.
 
 # %%
 show(floats.FloatFormat.decode)
@@ -433,16 +428,9 @@ tree = precision.pairwise_sum(many.float(), BF16).item()
 f"sum() {many.sum().item()}, rounded once {once.item()}, bf16 tree {tree}"
 
 # %% [markdown]
-# What stalls is a sum that is *stored* in 16 bits between additions: a loop of yours, a gradient that accumulates in bf16, a weight that is updated in bf16. PyTorch has such sums, too. On a CPU the gradient of an embedding in bf16 is added up row by row (`index_add`).
-# A token that occurs 4096 times, each time with a gradient of 1, gets
-
-# %%
-table = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
-torch.nn.functional.embedding(torch.zeros(4096).long(), table).sum().backward()
-f"{table.grad.item()} of 4096"
-
-# %% [markdown]
-# Four cures.
+# What stalls is a sum that is *stored* in 16 bits between additions: a loop of yours, a gradient that accumulates in bf16, a weight that is updated in bf16. PyTorch has such a sum, too (further down).
+#
+# There are four cures.
 #
 # **A wider accumulator.** Keep terms in 16 bits and the sum in fp32, whose gap reaches 2 only at 16.8 million. `sum()` above does this, and so do
 # tensor cores within a product of 16-bit operands.
@@ -483,15 +471,7 @@ show(precision.kahan_sum)
 
 # %% [markdown]
 # **Stochastic rounding.** At 256 the gap is 2, and 1 goes up every second time. The sum wanders, but its *expected* value is right.
-# Weights in bf16 without an fp32 copy are trained in this way, too. How far does it wander? Where the gap is $G$, a 1 goes up by $G$ with a probability of $1/G$: its variance is $G - 1$. The gap is $G$ from $128\,G$ to $256\,G$, so for about $128\,G$ ones. By the formula, and in 200 runs:
-
-# %%
-variance = sum(128 * G * (G - 1) for G in (2, 4, 8, 16))
-draw = dict(mode="stochastic", generator=torch.Generator().manual_seed(1))
-ends = precision.running_sum(torch.ones(200, 4096), BF16, **draw)[:, -1]
-print(f"by the formula 4096 ± {variance**0.5:.0f}", end=", ")
-print(f"200 runs: {ends.mean():.0f} ± {ends.std():.0f}")
-
+# Weights in bf16 without an fp32 copy are trained in this way, too.
 # %%
 three = torch.ones(3, 4096)
 wandering = precision.running_sum(three, BF16, mode="stochastic", generator=g)
@@ -500,6 +480,29 @@ plots.running_sums(
     **{f"run_{i}": row.tolist() for i, row in enumerate(wandering, 1)},
     title="Rounded stochastically, a bf16 sum of ones wanders, and never stalls",
 )
+
+# %% [markdown]
+# ### Further: how far does a stochastic sum wander?
+#
+# Where the gap is $G$, a 1 goes up by $G$ with a probability of $1/G$: its variance is $G - 1$. The gap is $G$ from $128\,G$ to $256\,G$, so for about $128\,G$ ones. By the formula, and in 200 runs:
+
+# %%
+variance = sum(128 * G * (G - 1) for G in (2, 4, 8, 16))
+draw = dict(mode="stochastic", generator=torch.Generator().manual_seed(1))
+ends = precision.running_sum(torch.ones(200, 4096), BF16, **draw)[:, -1]
+print(f"by the formula 4096 ± {variance**0.5:.0f}", end=", ")
+print(f"200 runs: {ends.mean():.0f} ± {ends.std():.0f}")
+
+# %% [markdown]
+# ### Further: a sum of PyTorch's that stalls
+#
+# On a CPU the gradient of an embedding in bf16 is added up row by row, in bf16 (`index_add`).
+# A token that occurs 4096 times, each time with a gradient of 1, gets
+
+# %%
+table = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+torch.nn.functional.embedding(torch.zeros(4096).long(), table).sum().backward()
+f"{table.grad.item()} of 4096"
 
 # %% [markdown]
 # ### Exercise 1.4 · A sum that does not stall (10 min, ●●○)

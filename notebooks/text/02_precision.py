@@ -3,7 +3,7 @@
 #
 # **Half precision makes activations smaller and, where a device has units for it, matrix products faster. What has to stay in fp32, so that the model still learns?**
 #
-# *90 min, and 50 further · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
+# *90 min, and 55 further · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -156,24 +156,6 @@ weight.item()
 # Below 1 the gap between bf16 numbers is $2^{-8} \approx 0.0039$, and what is less than half a gap is rounded away, a thousand times. Half a gap is between
 # $2^{-9}|w|$ and $2^{-8}|w|$, depending on the digits of the weight $w$. So a bf16 weight surely stands still under steps below 0.2 % of it, and possibly under steps of up to 0.4 %.
 #
-# Adam's step is about the learning rate, whatever the gradient. How many weights of our GPT could take one?
-
-
-# %%
-def share_that_moves(model, lr, fmt):
-    """The share of weights that a step of `lr` changes, once rounded to `fmt`."""
-    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
-    start = precision.round_to(weights, fmt)
-    return (precision.round_to(start - lr, fmt) != start).double().mean().item()
-
-
-for lr in (1e-2, 1e-3, 1e-4, 1e-5):
-    bf16, fp16 = (share_that_moves(model, lr, name) for name in ("bf16", "fp16"))
-    print(f"lr = {lr:g}:  bf16 {bf16:4.0%} fp16 {fp16:4.0%}")
-
-# %% [markdown]
-# fp16 has three bits more: it gets stuck at learning rates that are eight times lower. Schedules let the learning rate end low.
-#
 # **On the GPT.** Train it in fp32, three seeds. `Formats` says what is kept in which format: the weights' dtype, what is made of torch's AdamW, the loss, the loss scale. Without arguments all is fp32.
 
 
@@ -252,6 +234,27 @@ falls = {name: sum(run[-1] for run in three) for name, three in gained.items()}
 # shards, and casts when it gathers (lab 09).
 
 # %% [markdown]
+# ### Further: how many weights stand still?
+#
+# Adam divides by the size of the gradient, so its step is about the learning rate at the most, whatever the gradient. How many weights of our GPT would such a step move?
+
+
+# %%
+def share_that_moves(model, lr, fmt):
+    """The share of weights that a step of `lr` changes, once rounded to `fmt`."""
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    start = precision.round_to(weights, fmt)
+    return (precision.round_to(start - lr, fmt) != start).double().mean().item()
+
+
+for lr in (1e-2, 1e-3, 1e-4, 1e-5):
+    low, high = (share_that_moves(model, lr, name) for name in ("bf16", "fp16"))
+    print(f"lr = {lr:g}:  bf16 {low:4.0%} fp16 {high:4.0%}")
+
+# %% [markdown]
+# fp16 has three bits more: its weights get stuck at learning rates that are eight times lower. Schedules let the learning rate end low.
+
+# %% [markdown]
 # ### Further: moments in bf16, in a longer run
 #
 # Moments in bf16 lose something of their own. Adam's second moment comes down by a factor of $\beta_2$ a step at the most. With PyTorch's default of 0.999 that is less than half a gap, so in bf16 it never comes down. Gradients of 1 in a hundred steps, then of 0.01 in two thousand:
@@ -300,7 +303,7 @@ show(precision.half_sgd)
 # ## Which gradients does fp16 flush to zero?
 #
 # In the picture at the top fp16 lost next to nothing. But look at how a large batch comes about: a micro-batch's loss enters with its share of the batch (lab 05).
-# Ours has 512 tokens; of a batch of four million it is a share of $2^{-13}$, and every gradient is smaller by that.
+# Ours has 512 tokens. If one device takes four million in such pieces, the share is $2^{-13}$, and every gradient is smaller by that. (The ranks of data parallelism divide by their number after the backward pass.)
 #
 # > A backward pass in fp16, of this loss times $2^{-13}$. How many percent of the gradients come out as zero?
 
@@ -385,6 +388,10 @@ of_logits = precision.fate(precision.exponents([arriving["head"]]), "fp16", 2.0*
 f"2^{border:.1f}: {of_logits['zero']:.0%} of the logits' gradients are zero"
 
 # %% [markdown]
+# A large vocabulary does the same without any share: with 50,257 tokens to choose from and 4,096 in a micro-batch it is $\frac{1}{50{,}257 \cdot 4096} = 2^{-27.6}$.
+# <!-- arithmetic: [round(math.log2(1 / (50_257 * 4096)), 1)] == [-27.6] -->
+
+# %% [markdown]
 # ### The remedy: loss scaling
 #
 # *Loss scaling* moves the histogram back. The backward pass is linear, so the loss times $S$ gives gradients times $S$; they are divided by $S$ *in fp32*, where
@@ -429,13 +436,13 @@ def apart(runs, others):
 {name: apart(three, curves["fp32"]) for name, three in curves.items()}
 
 # %% [markdown]
-# The last run is the control: with the whole loss of its 256 tokens fp16 needs no scale here, and no master weights either. It is the share in a large batch that makes gradients too small.
+# The last run is the control: with the whole loss of its 256 tokens fp16 needs no scale here, and no master weights either. Here it is the share in a large batch that makes gradients too small.
 
 # %% [markdown]
 # ## Who chooses the scale?
 #
 # Too low loses small gradients. Too high makes large ones infinite, and one infinity in a weight is the end of the run. A *static* scale is found by trying:
-# Micikevicius et al., who introduced it, used 8 to 32 768. A *dynamic* one looks for itself: it grows until something overflows, drops that step, and comes down.
+# Micikevicius et al., who introduced it, used 8 to 32 768. A *dynamic* one grows until something overflows, drops that step, and comes down.
 #
 # Train in fp16 twice, with a scale that starts at $2^{10}$ and doubles after three good steps. Once the cross-entropy is computed in fp32, once in fp16 as the logits are.
 #
@@ -469,29 +476,20 @@ logs = {name: log_of(loss) for name, loss in losses.items()}
 
 # %%
 def staircase(log):
-    corners = [
-        (step + side, scale) for step, (scale, _) in enumerate(log) for side in (0, 1)
-    ]
+    corners = [(k + side, scale) for k, (scale, _) in enumerate(log) for side in (0, 1)]
     return tuple(zip(*corners, strict=True))
 
 
 def skipped(log):
-    return [step + 1 for step, (_, taken) in enumerate(log) if not taken]
+    found = [(k, scale) for k, (scale, taken) in enumerate(log, 1) if not taken]
+    return tuple(zip(*found, strict=True))
 
 
-marks = {
-    name: (skipped(log), [log[step - 1][0] for step in skipped(log)])
-    for name, log in logs.items()
-}
 title = "The scale climbs until something overflows; each dot is a skipped step"
-plots.curves(
-    xlabel="step",
-    ylabel="loss scale",
-    log="y",
-    title=title,
-    measured=marks,
-    **{name: staircase(log) for name, log in logs.items()},
-)
+axes = dict(xlabel="step", ylabel="loss scale", log="y", title=title)
+lines = {name: staircase(log) for name, log in logs.items()}
+marks = {name: skipped(log) for name, log in logs.items()}
+plots.curves(measured=marks, **axes, **lines)
 
 # %% [markdown]
 # Every fall is a skipped step: the gradients of that batch are thrown away. With the loss in fp32 the falls come at different scales. With the loss in fp16 they come regularly.
@@ -830,7 +828,7 @@ reveal("precision/autocast-weights", times=round(times, 2))
 # The prediction has the copies in it. It is not quite one and a half times: weights of matrix products have a copy; biases, norms and positions have none.
 
 # %% [markdown]
-# Activations and copies together take a third less than in fp32, not half: what is not a product, such as the residual stream, norms and the loss, stays in fp32.
+# Activations and copies together take a third less than in fp32, not half: what is not a product, such as the residual stream, norms and the loss, stays in fp32, and the copies come on top.
 
 # %% [markdown]
 # ## Do the three together match fp32?
@@ -861,7 +859,7 @@ falls = {name: sum(run[-1] for run in three) for name, three in gained.items()}
 # %% [markdown]
 # ## Further: 12, 16, 18, 20 or 24 bytes per parameter?
 #
-# In fp32, AdamW's training holds 16 bytes per parameter between steps (lab 00). Mixed precision has its own parts, and every text its own number. Here each convention is *measured*, after a step of AdamW, and compared with its formula.
+# In fp32, AdamW's training holds 16 bytes per parameter when a step ends and before `zero_grad()` lets gradients go (lab 00). Mixed precision has its own parts, and every text its own number. Here each convention is *measured*, after a step of AdamW, and compared with its formula.
 
 
 # %%
@@ -909,7 +907,7 @@ for name, setting in settings.items():
 # %% [markdown]
 # So mixed precision saves *no* model states: 16 bytes before and 16 after. It saves activations (see the errata), and time on hardware that has units for it.
 #
-# **16 is what is held between steps.** Two of the 16 are a bf16 gradient.
+# **16 is what is held when a step ends.** Two of the 16 are a bf16 gradient.
 #
 # > While the optimizer steps, how many bytes of gradients are there for each parameter, at the most?
 
@@ -986,7 +984,7 @@ def histogram(log2_scale=0, share="1", fmt="fp16"):
 
 
 shares, names = {"1": 0, "2⁻¹³ (4 M tokens)": -13}, ["fp16", "e5m2", "e4m3"]
-explore(histogram, log2_scale=(-8, 24, 4), share=list(shares), fmt=names)
+explore(histogram, log2_scale=(-8, 24, 8), share=list(shares), fmt=names)
 
 # %% [markdown]
 # ## In practice
@@ -1044,7 +1042,7 @@ for count in (formulas.states, memory.activations):
 # >   <!-- claim: floats.BF16.round(1 - 0.001) == 1 -->
 # > - fp16 rounds to zero what is below 2⁻²⁵. A scale on the loss lifts all gradients; it is divided out in fp32, before clipping. bf16 needs none.
 # >   <!-- claim: (floats.FP16.round(2.0**-25), floats.FP16.round(1.01 * 2.0**-25) > 0, floats.BF16.min_normal == floats.FP32.min_normal) == (0, True, True) -->
-# > - Compute the loss in fp32. In fp16 its gradient is the scale itself, and no scale above 2¹⁵ survives.
+# > - Compute the loss in fp32. In fp16 its gradient is the scale itself, and no power of two above 2¹⁵ survives.
 # >   <!-- claim: (floats.FP16.round(2.0**15), floats.FP16.round(2.0**16)) == (2**15, math.inf) -->
 # > - A running sum of ones ends at 2^(M + 1): 256 in bf16, 2048 in fp16. A softmax summed like that takes 4096 equally likely words for 256. Add in fp32.
 # >   <!-- claim: [round(math.exp(precision.cross_entropy(torch.zeros(1, 4096), torch.zeros(1).long(), name))) for name in ("bf16", "fp16", "fp32")] == [256, 2048, 4096] -->

@@ -683,7 +683,11 @@ calculator.Calculator(*offered.split(), *llamas.split())
 # %% [markdown]
 # Find the cheapest way to train Llama-3.1-8B with 4096 tokens on 8 H100s (ZeRO, lab 09, divides what its level names among the devices). Which line decides? Choose a phase beside the bars to open its ledger.
 #
-# Among its recipes are the 20 bytes of lab 02, with gradients in bf16 that are summed in fp32. A step is one micro-batch here: with accumulation (lab 05) the gradients are there during the next forward pass as well. With ZeRO each parameter counts as a bucket of its own that the devices divide evenly; `predict.peak(model, train, Mesh(dp=8))` of `labutils` runs one rank dry instead, with buckets of 25 MiB and whatever they do not divide. For your own model, `calculator.Calculator("gpt2", mine=ModelConfig.from_hf("config.json"))`.
+# Among its recipes are the 20 bytes of lab 02, with gradients in bf16 that are summed in fp32. A step is one micro-batch here. With accumulation (lab 05) the gradients are there during the later forward passes as well. Where a pass is the fullest moment, the peak grows by the gradients at the most: from 64.6 to 67.7 GB for GPT-2 XL with plain attention and 8 sequences in a micro-batch.
+# Where the optimizer's step is the fullest, it grows by the tokens of the other micro-batches alone: with one sequence it is 31.8 GB either way.
+# <!-- claim: [round(memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b * k)).total / 1e9, 1) for b in (8, 1) for k in (1, 2)] == [64.6, 67.7, 31.8, 31.8] -->
+#
+# With ZeRO each parameter counts as a bucket of its own that the devices divide evenly; `predict.peak(model, train, Mesh(dp=8))` of `labutils` runs one rank dry instead, with buckets of 25 MiB and whatever they do not divide. For your own model, `calculator.Calculator("gpt2", mine=ModelConfig.from_hf("config.json"))`.
 
 # %% [markdown]
 # ## In practice

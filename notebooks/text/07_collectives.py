@@ -3,7 +3,7 @@
 #
 # **How does every rank get the sum of what all ranks hold, when no rank can hold or send everything?**
 #
-# *90 min, and 45 further · before this: lab 00 · needs a laptop, no GPU and no network*
+# *90 min, and 50 further · before this: lab 00 · needs a laptop, no GPU and no network*
 #
 # A training run on many devices needs a few exchanges in which all ranks of a group take part: *here is my gradient*, *give me your part of the weights*.
 # These exchanges are called collectives. There are eight, and each can be built from `send` and `recv`.
@@ -58,8 +58,6 @@ plots.ring_animation(world.trace)
 # %% [markdown]
 # The animation is drawn from the messages of a real run. After three steps each rank owns one finished piece; after three more, everybody owns all four.
 # No rank ever sent a whole tensor at once, and no rank did more than another.
-#
-# Why can passing to a neighbor hang, what do the pieces save, and when is another pattern faster?
 
 # %% [markdown]
 # ## What can two ranks say to each other?
@@ -68,7 +66,7 @@ plots.ring_animation(world.trace)
 # One message from such a meeting to its end is a *step*; that is what is counted as a step in this whole lab.
 #
 # (`rank.comm("dp")` is the communicator through which a rank reaches the others; "dp", data parallelism, is the name of the axis on which a `World(4)` lines
-# up its ranks. Labs to come have more axes.)
+# up its ranks.)
 
 
 # %%
@@ -243,7 +241,7 @@ show(collectives.broadcast_tree)
 
 # %% [markdown]
 # The same tree serves in the other direction: run the broadcast backwards, adding where two branches meet, and you have `reduce`: the sum of all tensors at
-# one rank. `scatter` gives each rank its piece, `gather` collects the pieces again.
+# one rank.
 
 # %% [markdown]
 # ## Which collectives are there?
@@ -552,8 +550,7 @@ for algorithm in collectives.ALL_REDUCES:
     print(f"{algorithm:28} {row}")
 
 # %% [markdown]
-# The two times agree: the formula counts the right messages in the right order. That is all it shows, since the replay uses the same λ and bw. How long a real machine
-# takes is asked below.
+# The two times agree: the formula counts the right messages in the right order. That is all it shows, since the replay uses the same λ and bw.
 
 # %% [markdown]
 # > Six ranks, and links of 10 µs and 10 GB/s. From which message size on is the ring the fastest?
@@ -580,16 +577,7 @@ where = collectives.crossover("all_reduce_ring", "all_reduce_halving_doubling", 
 reveal("all-reduce/ring-wins-from", kB=round(where / 1000, 1))
 
 # %% [markdown]
-# Setting the two costs equal gives the place. On six ranks the ring takes 10 steps and 5/3 S one after the other; in halving–doubling
-# two of the six first hand their tensor to another rank and get the sum at the end, which makes 6 steps and (1 + 3/2 + 1) S. They meet at
-# S = (10 − 6) · λ · bw / (7/2 − 5/3). The product λ · bw is what a link could have sent in the time of one latency, here 100 kB. With more ranks the ring has more steps, and the place moves. In units of λ · bw, on 6, 100 and 1000 ranks:
-
-# %%
-pair = "all_reduce_ring", "all_reduce_halving_doubling"
-[round(collectives.crossover(*pair, n, link) / 100e3, 1) for n in (6, 100, 1000)]
-
-# %% [markdown]
-# So the steps of a ring decide below about N · λ · bw, and the bytes far above it.
+# The product λ · bw is what a link could have sent in the time of one latency, here 100 kB. With more ranks the ring has more steps, and the place moves: its steps decide below about N · λ · bw, and its bytes far above.
 #
 # And on eight ranks?
 
@@ -599,6 +587,17 @@ plots.cost_curves(sizes, **curves(8, link, sizes))
 # %% [markdown]
 # With a power of two, halving–doubling has the ring's bytes *and* the tree's steps: in this model it never loses.
 #
+# ### Further: where do two patterns cost the same?
+#
+# Setting the two costs equal gives the place. On six ranks the ring takes 10 steps and 5/3 S one after the other; in halving–doubling
+# two of the six first hand their tensor to another rank and get the sum at the end, which makes 6 steps and (1 + 3/2 + 1) S. They meet at
+# S = (10 − 6) · λ · bw / (7/2 − 5/3). In units of λ · bw, on 6, 100 and 1000 ranks:
+
+# %%
+pair = "all_reduce_ring", "all_reduce_halving_doubling"
+[round(collectives.crossover(*pair, n, link) / 100e3, 1) for n in (6, 100, 1000)]
+
+# %% [markdown]
 # ### Further: then why does anyone use a ring?
 #
 # The model gives every pair of ranks a link of its own. Suppose that the machine itself is wired as a ring, where a message to a rank three places away

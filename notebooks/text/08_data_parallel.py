@@ -23,7 +23,7 @@ import contextlib
 import torch
 from torch import nn
 
-from labutils import anatomy, collectives, data_parallel, measure, units
+from labutils import anatomy, collectives, data_parallel, measure, precision, units
 from labutils import predict as formulas
 from labutils.accumulation import micro_batches
 from labutils.config import Hardware, Link, Mesh, ModelConfig, TrainConfig
@@ -156,7 +156,8 @@ weights = collectives.sent("broadcast_star", nbytes=4 * gpt2.num_params, n=8)
 reveal("server/sends", GB=round(max(weights.by("rank").values()) / 1e9, 2))
 
 # %% [markdown]
-# These are the weights for seven workers, and the server receives as many gradients. On a ring no rank sends more than twice the gradient, however many there are.
+# These are the weights for seven workers, each served by the server itself, which receives as many gradients. On a ring no rank sends more than twice the gradient, however many there are.
+# (Workers could pass the weights on. On GPUs `DataParallel` has NCCL do so: rank 0 then sends them once. One rank steps for all even so, and the others wait.)
 #
 # The outputs that `DataParallel` gathers grow with the batch. Eight sequences, in fp32:
 
@@ -419,9 +420,11 @@ for n, g in ((64, 2), (64, 4), (1024, 2)):
 reveal("hidden/tokens", tokens=round(enough(64, 2)))
 
 # %% [markdown]
-# On 64 ranks about four fifths are hidden at T, and all but the last bucket at twice that: the rest is latency. On 1024 ranks the law fails. A ring is then 2046 hops long, and at T four fifths of the communication is waited for. There you need larger buckets, or an all-reduce of fewer steps (lab 07).
+# On 64 ranks about four fifths are hidden at T, and all but the last bucket at twice that: the rest is latency. On 1024 ranks the law fails. A ring is then 2046 hops long, and at T four fifths of the communication is waited for. Here each hop takes 5 µs. Seven of eight stay inside a node: if those take 2 µs, two thirds are still waited for.
+# There you need larger buckets, more tokens, or an all-reduce of fewer steps (lab 07).
+# <!-- claim: (lambda h, w: round(100 * data_parallel.backward_timeline([(2 * w, 4 * w * 1877 / h.rate())] * 32, bucket_bytes=2 * w, n=1024, link=config.Link((7 * 2e-6 + 5e-6) / 8, h.ring(1024).bandwidth)).hidden))(config.Hardware.named("H100"), sum(anatomy.units(config.ModelConfig.named("llama-3.1-8b"))["blocks.0"])) == 35 -->
 #
-# **What should travel, bf16 or fp32?** Half the bytes hide behind half the tokens. But a ring adds n numbers one after the other, and a bf16 sum is rounded at each hop. One all-reduce of random bf16 gradients, off by:
+# **What should travel, bf16 or fp32?** Half the bytes hide behind half the tokens. But a ring adds n numbers one after the other, and a bf16 sum is rounded at each hop. A tree rounds log₂ n times. How far off is the sum of random bf16 gradients, by one all-reduce on a ring, by a tree, and if it is rounded once, at the end?
 
 # %%
 for n in (4, 16, 64):
@@ -433,12 +436,13 @@ for n in (4, 16, 64):
     with World(n) as ranks:
         total = ranks.run(in_bf16)[0]
     exact = drawn.double().sum(0)
-    once = ((exact.bfloat16() - exact).norm() / exact.norm()).item()
-    off = ((total - exact).norm() / exact.norm()).item()
-    print(f"{n:2} ranks: {off:.1%}; rounded once, at the end: {once:.1%}")
+    tree = precision.pairwise_sum(drawn.float().T, "bf16")
+    kinds = {"ring": total, "tree": tree, "once": exact.bfloat16()}
+    off = {how: (y - exact).norm() / exact.norm() for how, y in kinds.items()}
+    print(f"{n:2} ranks:", ", ".join(f"{how} {each:.1%}" for how, each in off.items()))
 
 # %% [markdown]
-# The error grows with the number of ranks. A sum in fp32 that is rounded once, at the end, stays at 0.2 %. Many training codes therefore reduce in fp32, as FSDP does with `reduce_dtype=torch.float32` (lab 09).
+# On a ring the error grows with the number of ranks, on a tree much more slowly. A sum in fp32 that is rounded once stays at 0.2 %. Many training codes therefore reduce in fp32, as FSDP does with `reduce_dtype=torch.float32` (lab 09).
 
 # %% [markdown]
 # ## What do micro-batches change?
@@ -682,7 +686,7 @@ explore(knobs, states=30, bucket=sizes, ranks=[8, 128], bandwidth_GBps=[1, 10, 1
 #
 # > - The gradient of the batch is the *mean* over ranks, if all have equally many examples; all-reduce sums, so divide by N, once.
 # >   <!-- claim: world.World(4).run(lambda rank: rank.comm().all_reduce(torch.tensor([1.0])).item()) == [4.0] * 4 -->
-# > - On eight ranks a server sends GPT-2's weights seven times, 3.48 GB per step; a ring has each rank send 1.75 times its gradient, 0.87 GB.
+# > - On eight ranks a server that serves every worker itself sends GPT-2's weights seven times, 3.48 GB per step; a ring has each rank send 1.75 times its gradient, 0.87 GB.
 # >   <!-- claim: [round(max(collectives.sent(way, nbytes=4 * config.ModelConfig.named("gpt2").num_params, n=8).by("rank").values()) / 1e9, 2) for way in ("broadcast_star", "all_reduce_ring")] == [3.48, 0.87] -->
 # > - A server for an eighth of the weights on each rank sends what the ring sends: an all-reduce is a reduce-scatter and an all-gather.
 # >   <!-- claim: (lambda f: sum(f(a, nbytes=800, n=8).by("rank")[0] for a in ("all_to_all_pairwise", "all_gather_ring")) == f("all_reduce_ring", nbytes=800, n=8).by("rank")[0])(collectives.sent) -->

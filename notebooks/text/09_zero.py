@@ -436,7 +436,7 @@ print(units.text(sent), f"of bytes: {sent / wire.bandwidth:.0f} s")
 print(f"{hops:,} hops: {hops * wire.latency:.0f} s")
 
 # %% [markdown]
-# **Level 3 alone has room for the 405 billion, and not enough work to hide its messages.** There is not even a sequence for each rank. Labs 10 and 13 divide the bytes, held and sent: a rank that
+# **Level 3 alone has room for the 405 billion, and not enough work to hide its messages.** The hops alone would take half as long if those inside a node took 2 µs and not 5, and still longer than the computing. There is not even a sequence for each rank. Labs 10 and 13 divide the bytes, held and sent: a rank that
 # has an eighth of each layer, or one layer in sixteen, makes that much less whole and gathers that much less. With 8 × 16 ranks to a copy of the model, 128 copies are left: rings of 128, and 16 sequences for each.
 
 # %% [markdown]
@@ -474,11 +474,11 @@ predict("zero/tokens-per-rank", tokens=1000)
 reveal("zero/tokens-per-rank", tokens=round(rate / network.bandwidth * 63 / 64))
 
 # %% [markdown]
-# The latency of a ring's hops is left out here. Every gather is N − 1 hops long, however short its pieces: on 64 ranks the hops of a block take 23 % of the time of its bytes, on 1024 ranks 3.8 times that time.
+# The latency of a ring's hops is left out here. Every gather is N − 1 hops long, however short its pieces: on 64 ranks the hops of a block take 23 % of the time of its bytes, on 1024 ranks 3.8 times that time, at 5 µs for each hop. (About half as much, if the seven of eight hops that stay inside a node take 2 µs.)
 # <!-- claim: (lambda b, r: [round((n - 1) * r.latency * r.bandwidth / b, 2) for n in (64, 1024)])(2 * sum(anatomy.units(config.ModelConfig.named("llama-3.1-8b"))["blocks.0"]), config.Hardware.named("H100").ring(64)) == [0.23, 3.75] -->
 # So the condition is one for messages that are longer than N·λ·bw. Beyond that, libraries gather in fewer steps than a ring, or in smaller groups (hybrid sharding, below).
 #
-# Level 3 gathers in every micro-batch, so tokens of other micro-batches hide nothing. 4,096 tokens per step, taken as 1, 2, 4 and 8 micro-batches; the time of a step over that of its
+# Level 3 as it is set gathers in every micro-batch, so tokens of other micro-batches hide nothing. 4,096 tokens per step, taken as 1, 2, 4 and 8 micro-batches; the time of a step over that of its
 # computation:
 
 
@@ -507,7 +507,7 @@ plots.curves(tokens, title=title, **axes, **lines)
 
 # %% [markdown]
 # *No prefetch* is level 3 whose gathers begin when their layer is needed. With few tokens the step is as long as its messages, and level 3 pays for its third Ψ. With enough of them it waits for its first gather and its last
-# reduction alone. Level 2 waits for all gathers if nothing computes when they run, and is never slower than level 3 if they run ahead.
+# reduction alone. Level 2 waits for all gathers if nothing computes when they run, and is in none of these cases slower than level 3 if they run ahead.
 #
 # This is a model: ranks alike, no contention, attention's own FLOPs left out. It says which quantity decides, tokens per rank, and about where.
 #
