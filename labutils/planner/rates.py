@@ -189,7 +189,7 @@ def critical_path(
     Invariant: as `schedule.simulate` plays 1F1B, where the slowest stage is the first or the last.
     """
     at = at or stages.places(model, p)
-    slow = np.ones((len(WORK), *np.shape(p.tp)))
+    slow = work.zeros(p.tp) + 1
     if cluster is not None:
         for axis, times in cluster.slowness(p, work.ulysses(model, p)).items():
             slow[WORK.index(axis)] = times
@@ -197,16 +197,16 @@ def critical_path(
     (plain, sparse), ends = passes["layers"], passes["ends"]
     send = work.message(model, p) * slow
     hidden = (p.chunks > 1) & p.modern  # chunks send while another computes
-    kinds = np.stack([plain["both"], sparse["both"], *ends, send], axis=1)  # [9, 5, plans]
+    kinds = np.array([plain["both"], sparse["both"], *ends, send]).swapaxes(0, 1)  # [9, 5, plans]
     sends = (2 * p.chunks - at.first - at.last) * (1 - hidden)
-    counts = np.stack([at.plain, at.sparse, at.first, at.last, sends], axis=1)  # [ranks, 5, plans]
-    slowest = (counts * rates.of_work(kinds)).sum(axis=1).argmax(axis=0)
+    counts = np.array([at.plain, at.sparse, at.first, at.last, sends]).swapaxes(0, 1)
+    slowest = (counts * rates.of_work(kinds)).sum(axis=1).argmax(axis=0)  # of [ranks, 5, plans]
     mine = _of_rank(counts, slowest)
     longest = (kinds * mine).sum(axis=1)
     extra = mine[0] * plain["again"] + mine[1] * sparse["again"]
     others = np.maximum(passes["all"] + 2 * (p.pp * p.chunks - 1) * send - longest, 0)
     apart = others / p.chunks
-    if np.any(split := (p.schedule == ZB_H1) & (p.micro_batches >= p.pp)):
+    if work.some(split := (p.schedule == ZB_H1) & (p.micro_batches >= p.pp)):
         apart[0] -= 2 * passes["weights"] * (1 - 1 / p.pp) * split
     dense, expert = stages.held_weights(model, p, at)
     update = work.update(model, p, dense, expert) * slow[:, None]  # [9, ranks, plans]
@@ -219,7 +219,7 @@ def critical_path(
 
 def _of_rank(rows: np.ndarray, which: Numbers) -> np.ndarray:
     """Of rows [ranks, …, plans] those of one rank of each plan."""
-    if np.ndim(which) == 0:
+    if not which.shape:
         return rows[which]
     picked = which.reshape(*[1] * (rows.ndim - 1), -1)
     return np.take_along_axis(rows, picked, axis=0)[0]

@@ -16,7 +16,7 @@ from labutils.anatomy import FP32_BYTES, INDEX
 from labutils.config import ModelConfig
 from labutils.ledger import Ledger, Line
 from labutils.planner import work
-from labutils.planner.work import BF16_BYTES, GPIPE, INTERLEAVED, Numbers, Plan
+from labutils.planner.work import BF16_BYTES, GPIPE, INTERLEAVED, RECOMPUTE, Numbers, Plan
 
 STACKS = ("course", "megatron")
 # Fitted to the measured runs: workspaces and what else has no name, and the bytes for each weight
@@ -112,7 +112,7 @@ def places(model: ModelConfig, p: Plan) -> Place:
     # More than 3 · pp micro-batches only change what GPipe holds.
     m = work.where(p.schedule == GPIPE, p.micro_batches, work.least(p.micro_batches, 3 * p.pp))
     columns = (p.pp, p.chunks, p.even, p.schedule, m)
-    if np.ndim(m) == 0:
+    if not isinstance(m, np.ndarray):
         return Place(*np.array(_moments(model, *columns)).T)
     sizes = [1 + int(np.max(column)) for column in columns]
     keys, where = np.unique(np.ravel_multi_index(columns, sizes), return_inverse=True)
@@ -177,7 +177,7 @@ def held_by_megatron(model: ModelConfig, p: Plan, at: Place) -> dict[str, Number
     found["the layer computed again"] = once * full
     found["backward"] = np.where(at.last, _head_backward(model, p), _layer_backward(model, p, at))
     found["dummy weight gradients"] = _dummies(model, p, at)
-    if np.any(p.zero >= 2):
+    if work.some(p.zero >= 2):
         found["gathered layers"] = _gathered(model, p)
     if known.num_sparse:
         expert = work.weights(model, p, at.plain, at.sparse)[1]
@@ -277,8 +277,8 @@ def held_by_course(model: ModelConfig, p: Plan, at: Place) -> dict[str, Numbers]
         rows = BF16_BYTES * model.seq_len / p.cp * model.d_head
         apart = (p.cp > 1) & (p.zero < 3) & (at.plain + at.sparse > 0)
         found["rows of RoPE's tables, once"] = rows * apart
-    if np.any(full):
-        once = _kept(model, p, anatomy.Policy(BF16_BYTES, BF16_BYTES, "sdpa"))["layers"]
+    if work.some(full):
+        once = _kept(model, p, "none")["layers"]
         found["computed again, at most"] = np.maximum(once - kept["head"] * at.last, 0) * full
     counts = at.kept_plain + at.kept_sparse, at.kept_first, at.kept_last
     for name, count in zip(("layers", "embedding", "head"), counts, strict=True):
@@ -291,46 +291,39 @@ def kept_by_course(model: ModelConfig, p: Plan) -> dict[str, Numbers]:
 
     Invariant: those of `anatomy.kept` on a rank of tp with sequence parallelism and of cp.
     """
-    named = {0: "none", 1: "selective", 2: "full"}
+    if not isinstance(p.recompute, np.ndarray):
+        return _kept(model, p, RECOMPUTE[p.recompute])
     found: dict[str, Any] = {}
     for level in np.unique(p.recompute):
-        how = anatomy.Policy(BF16_BYTES, BF16_BYTES, "sdpa", named[int(level)])
         chosen = p.recompute == level
-        for part, nbytes in _kept(model, p, how).items():
+        for part, nbytes in _kept(model, p, RECOMPUTE[level]).items():
             found[part] = found.get(part, 0) + nbytes * chosen
     return found
 
 
 @functools.lru_cache(maxsize=64)
-def _tensors(model: ModelConfig, how: anatomy.Policy) -> list[tuple[str, anatomy.Kept]]:
-    return list(anatomy.kept(replace(model, num_layers=1), how))
+def _of_token(model: ModelConfig, again: str) -> dict[str, int]:
+    """Bytes that one layer and the head keep of each token, of which a rank of tp has its share."""
+    how, found = anatomy.Policy(BF16_BYTES, BF16_BYTES, "sdpa", again), {"layers": 0, "head": 0}
+    sizes = anatomy.letters(model) | {"b": 1, "s": 1}
+    for name, tensor in anatomy.kept(replace(model, num_layers=1), how):
+        apart = tensor.dims == "1" or tensor.what in ("token numbers, sb", "targets, sb")
+        if not apart:  # the batch is there anyway, and the number of targets is one
+            part = "layers" if name.startswith("blocks.") else "head"
+            found[part] += anatomy.size(tensor.dims, sizes) * tensor.itemsize
+    return found
 
 
-def _kept(model: ModelConfig, p: Plan, how: anatomy.Policy) -> dict[str, Numbers]:
-    at: dict[str, Any] = dict(anatomy.letters(model)) | {
-        "b": p.micro_batch,
-        "s": model.seq_len / p.cp,
-    }
-    split = set(anatomy.SPLITS["tp"])
-    if model.num_experts > 1:
-        split.discard("f")
-    at |= {letter: at[letter] / p.tp for letter in split}
+def _kept(model: ModelConfig, p: Plan, again: str) -> dict[str, Numbers]:
+    each, s, many = _of_token(model, again), model.seq_len / p.cp, p.tp > 1
+    found = {part: p.micro_batch * s * nbytes / p.tp for part, nbytes in each.items()}
     # Under tp words of other ranks are masked; under cp learned positions are picked out; level 3
-    # casts RoPE's tables for q and for k; the head counts the targets that count, in int64.
-    table = 2 * BF16_BYTES * at["s"] * model.d_head * (model.positions == "rope")
-    casts = (p.zero == 3) & (how.checkpointing != "full")
-    found: dict[str, Any] = {"layers": table * casts, "head": INDEX + 0.0 * p.tp}
-    learned = INDEX * at["s"] * (model.positions == "learned") * (p.cp > 1)
-    found["embedding"] = at["b"] * at["s"] * (INDEX + 1) * (p.tp > 1) + learned
-    for name, tensor in _tensors(model, how):
-        begin, one = name.split(".")[0], tensor.dims == "1"
-        where = {"blocks": "layers", "norm": "head", "head": "head", "outside": "head"}
-        wide = np.where(one & (p.tp > 1), np.maximum(4, tensor.itemsize), tensor.itemsize)
-        nbytes = anatomy.size(tensor.dims, at) * wide
-        if not set(tensor.dims) & split and begin not in ("tokens", "outside"):
-            nbytes = nbytes / p.tp
-        if tensor.what not in ("token numbers, sb", "targets, sb"):  # the batch is there anyway
-            found[where.get(begin, "embedding")] += nbytes
+    # casts RoPE's tables for q and for k; the head counts the targets, in int64 and as a divisor.
+    if model.positions == "rope" and again != "full":
+        found["layers"] = found["layers"] + 2 * BF16_BYTES * s * model.d_head * (p.zero == 3)
+    found["head"] = found["head"] + INDEX + work.where(many, FP32_BYTES, BF16_BYTES)
+    learned = INDEX * s * (model.positions == "learned") * (p.cp > 1)
+    found["embedding"] = p.micro_batch * s * (INDEX + 1) * many + learned
     return found
 
 

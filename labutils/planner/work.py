@@ -280,8 +280,19 @@ def least(one: Numbers, other: Numbers) -> Numbers:
     return where(one < other, one, other)
 
 
+def some(so: Numbers) -> bool:
+    """`np.any`; of a single truth without its price."""
+    return bool(so.any()) if isinstance(so, np.ndarray) else so
+
+
+def zeros(*like: Numbers) -> np.ndarray:
+    """No work, of as many plans as these sizes are of [9, …]."""
+    columns = [size for size in like if isinstance(size, np.ndarray)]
+    return np.zeros((len(WORK), *np.broadcast_shapes(*(size.shape for size in columns))))
+
+
 def _row(p: Plan, **amounts: Numbers) -> np.ndarray:
-    found = np.zeros((len(WORK), *np.broadcast(p.tp, *amounts.values()).shape))
+    found = zeros(p.tp, *amounts.values())
     for name, amount in amounts.items():
         found[_ROW[name]] = amount
     return found

@@ -755,8 +755,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("- passed(done, v - 1 - chunk)", "- passed(done, chunk)"),
         ("np.arange(min(v * pp, v * m - ahead) + 1)", "np.arange(1)"),
         ("np.concatenate([held @ layers, *ends]", "np.concatenate([held.mean(1, keepdims=True).astype(int) * layers.sum(0), *ends]"),
-        ("(INDEX + 1) * (p.tp > 1) + learned", "(INDEX + 1) * (p.tp > 1)"),
-        ("casts = (p.zero == 3) & (how", "casts = (p.zero > 3) & (how"),
+        ("(INDEX + 1) * many + learned", "(INDEX + 1) * many"),
+        ("s * model.d_head * (p.zero == 3)", "s * model.d_head * (p.zero > 3)"),
     ],
     ("planner/plans", "test_planner_search"): [
         ("np.where(self.fits, self.seconds, np.inf)", "self.seconds"),
