@@ -573,7 +573,7 @@ plots.curves(
 )
 
 # %% [markdown]
-# What is left between dots and line are attention's scores, which compute and send nothing, and widths that are not quite GPT's. The scores, counted in full, are s/6h of the products: 4 % of those of the 70B at 2,048 tokens, 2.7 times as much at 131,072. So a long sequence does help. Eight ranks in a node:
+# What is left between dots and line are attention's scores, which take FLOPs and send nothing, and widths that are not quite GPT's. The scores, counted in full, are s/6h of the products: 4 % of those of the 70B at 2,048 tokens, 2.7 times as much at 131,072. So a long sequence does help. Eight ranks in a node:
 
 # %%
 for s in (2048, 8192, 131_072):

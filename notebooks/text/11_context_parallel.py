@@ -385,7 +385,7 @@ def its_test(rank):
 f"{world.run(its_test)[0]:.3f}, and in one place {plain().loss(tokens, tokens):.3f}"
 
 # %% [markdown]
-# The test passes. Could it fail? The same fresh model, with zeros in place of attention's outputs:
+# The two agree to a unit of the last digit: the test passes. Could it fail? The same fresh model, with zeros in place of attention's outputs:
 
 # %%
 blind = plain()
@@ -555,7 +555,7 @@ for way, nbytes, waits, held in (
     print(f" {waits / alone:12.1%} {units.text(held):>10}")
 
 # %% [markdown]
-# With 8,192 tokens per rank the ring hides all that it sends. The all-gather costs about a sixth of attention's computing, and half a gigabyte that is needed once, since the next layer gathers its own. (Tensor parallelism over eight ranks divides all three by eight.) For that price any mask is simple. (That is the forward pass. Backward, attention computes 2.5 times as much; the keys are gathered once more, and their gradients scattered, in fp32 twice the bytes. Over a training step the all-gather costs 20 %, in bf16 15 %, and Ulysses 11 %: now the all-gather sends most.) Its share grows with fewer
+# With 8,192 tokens per rank the ring hides all that it sends. The all-gather costs about a sixth of attention's computing, and half a gigabyte that is needed once, since the next layer gathers its own. (Tensor parallelism over eight ranks divides all three by eight.) For that price any mask is simple. (That is the forward pass. Backward, attention computes 2.5 times as much; the keys are gathered once more, and their gradients scattered, in fp32 twice the bytes. Over a training step, of 3.5 × 71.9 ms of computing, the all-gather costs 20 %, with sums in bf16 15 %, and Ulysses 11 %. In bytes the all-gather now sends as much as the ring, four times what it sends forward, and 1.8 times what Ulysses sends; of the ring's bytes only the last hop of its sums waits, 67 MB or 0.7 %.) Its share grows with fewer
 # tokens per rank, while the ring hides its messages down to 1,528 of them, and with longer sequences it holds more keys.
 #   <!-- claim: (lambda h: round(context_parallel.least_tokens(h.rate("attention"), h.network.bandwidth, groups=8 / 128)))(config.Hardware.named("H100")) == 1528 -->
 #

@@ -381,7 +381,7 @@ for row, times in clocked.items():
         print(f"    {said:11}", *(f"{name} {each:.3f}" for name, each in pairs))
 
 # %% [markdown]
-# With equal times all are measured larger, by 0.01 to 0.11 of the time. The cause of most of that is W: on these GPUs it takes a half to three quarters of B. With their times the formulas miss what is measured by 0.02 at most, and that rest is messages and all else. What was searched for with these times in hand comes near zero.
+# With equal times all are measured larger, by 0.01 to 0.11 of the time. Under ZB-H1 and ZB-H2 the cause of most of that is W: on these GPUs it takes a half to three quarters of B. 1F1B waits the same share whatever W takes of a backward pass. With their times the formulas miss what is measured by up to 0.02, and that rest is messages and all else. What was searched for with these times in hand comes near zero.
 
 # %% [markdown]
 # ## Does it need the memory?
