@@ -148,13 +148,25 @@ def test_a_long_search_says_how_far_it_is(capsys):
         ("--model gpt2 --nodes 1 --batch-tokens 100", "--batch-tokens, --tokens or --stack: batch"),
         ("--model deepseek-v3 --nodes 1 --stack course", "GPT does not run multi-head latent"),
         ("--model llama-3.1-405b --nodes 1", "none of"),
-        (f"{BASE} --plan 0", "--plan 0: there are"),
+        (f"{BASE} --plan 0", "argument --plan: '0': rows are counted from 1"),
+        (f"{BASE} --plan 9999999", "--plan 9999999: there are rows 1 to"),
+        (f"{BASE} --top -3", "argument --top: '-3': rows are counted from 1"),
+        (f"{BASE} --json --export megatron", "--export prints flags, not JSON"),
+        (f"{BASE} --between 0GB", "planner: --between: 0GB is no link"),
+        (f"{BASE} --tokens 15Q", "argument --tokens: '15Q' is no number of tokens"),
+        (f"{BASE} --batch-tokens inf", "argument --batch-tokens: 'inf' is no number"),
+        (f"{BASE} --batch-tokens nan", "argument --batch-tokens: 'nan' is no number"),
         (f"{BASE} --plans 3", "unrecognized arguments: --plans 3"),
     ],
 )
 def test_errors_name_the_option_and_what_would_do(capsys, words, said):
     status, out, err = run(capsys, words)
     assert status == 2 and not out and said in err
+
+
+def test_tokens_have_suffixes():
+    job = command.asked(command.options().parse_args(f"{BASE} --tokens 1.5t".split()))
+    assert job.tokens == 1.5e12 and [command.count(w) for w in ("2K", "4M", "1B")] == [2e3, 4e6, 1e9]
 
 
 def test_it_starts_without_torch_and_helps():
@@ -249,7 +261,7 @@ def test_words_follow_the_plan():
 
 def test_what_a_framework_has_not_is_refused():
     for name, plan, why in (
-        ("torchtitan", PLANS["level 1"], "no level 1 of ZeRO: choose zero=2"),
+        ("torchtitan", PLANS["level 1"], "no level 1 of ZeRO: choose a plan of level 2"),
         ("torchtitan", replace(PLANS["pipeline"], schedule=3, chunks=1), "no zb_h1"),
         ("megatron", replace(PLANS["1f1b"], schedule=1), "no gpipe: choose one_f_one_b"),
         ("accelerate", PLANS["pipeline"], "no pp=4, ep=1"),

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
@@ -25,6 +26,29 @@ simplicity.
 """
 
 
+def count(word: str) -> float:
+    """A number of tokens: 15e12, 15T or 4M (millions); argparse names the option of a refused one.
+
+    >>> count("15T") == count("15e12")
+    True
+    """
+    times = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(word[-1:].upper(), 1)
+    try:
+        number = float(word if times == 1 else word[:-1]) * times
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{word!r:.40} is no number of tokens: as 15e12 or 15T")
+    return number
+
+
+def place(word: str) -> int:
+    """A row of the table, or how many: from 1."""
+    if not (word.isascii() and word.isdigit() and 0 < int(word[:10])):
+        raise argparse.ArgumentTypeError(f"{word!r:.40}: rows are counted from 1")
+    return int(word[:10])
+
+
 def options() -> argparse.ArgumentParser:
     """What the command takes."""
     shell = argparse.ArgumentParser(
@@ -41,13 +65,13 @@ def options() -> argparse.ArgumentParser:
     add("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (8)")
     add("--between", default="50GB", metavar="SIZE", help="each GPU sends out of its node (50GB/s)")
     add("--seq-len", type=int, default=8192, metavar="N", help="tokens of a sequence (8192)")
-    add("--batch-tokens", type=float, default=2**22, metavar="N", help="of a global batch (2^22)")
-    add("--tokens", type=float, default=0, metavar="N", help="of the whole training, as 15e12")
+    add("--batch-tokens", type=count, default=2**22, metavar="N", help="of a global batch (2^22)")
+    add("--tokens", type=count, default=0, metavar="N", help="of the whole training, as 15T")
     add("--reserve", type=float, default=0.10, help="share of a device left alone (0.10)")
     add("--price", type=float, default=0, help="of a GPU-hour")
     add("--stack", default="megatron", choices=("megatron", "course"), help="whose memory")
-    add("--top", type=int, default=10, metavar="N", help="rows of the table (10)")
-    add("--plan", type=int, metavar="N", help="the ledger and the seconds of row N, from 1")
+    add("--top", type=place, default=10, metavar="N", help="rows of the table (10)")
+    add("--plan", type=place, metavar="N", help="the ledger and the seconds of row N, from 1")
     add("--explain", action="store_true", help="why the other rows are not the first")
     add("--json", action="store_true", help="the rows as JSON")
     add("--export", choices=tuple(export.WRITERS), help="flags of row --plan (1) for a framework")
@@ -56,6 +80,12 @@ def options() -> argparse.ArgumentParser:
 
 def asked(given: argparse.Namespace) -> Job:
     """The job that the options describe; ValueError names the option and the remedy."""
+
+    def sent() -> float:
+        speed = float(units.parse(given.between.removesuffix("/s")))
+        if not speed:
+            raise ValueError(f"{given.between} is no link: give what each GPU sends, as 50GB/s")
+        return speed
 
     def of(option: str, make: Callable, *args: Any) -> Any:
         try:
@@ -67,13 +97,14 @@ def asked(given: argparse.Namespace) -> Job:
     is_file = path.exists() or given.model.endswith(".json")
     model = of("model", ModelConfig.from_hf if is_file else ModelConfig.named, given.model)
     model = of("seq-len", lambda: dataclasses.replace(model, seq_len=given.seq_len))
+    device, between = of("gpu", Hardware.named, given.gpu), of("between", sent)
     cluster = of(
         "nodes, --gpus-per-node, --reserve or --price",
         lambda: Cluster(
-            device=of("gpu", Hardware.named, given.gpu),
+            device=device,
             nodes=given.nodes,
             gpus_per_node=given.gpus_per_node,
-            between=of("between", lambda: float(units.parse(given.between.removesuffix("/s")))),
+            between=between,
             reserve=given.reserve,
             price=given.price,
         ),
@@ -150,13 +181,15 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; the exit status."""
     shell = options()
     given = shell.parse_args(words)
+    if given.export and given.json:
+        shell.error("--export prints flags, not JSON: leave one of the two out")
     try:
         job = asked(given)
         found = search(job, progress() if sys.stderr.isatty() else lambda done, of: None)
         chosen = 0 if given.plan is None else given.plan - 1
         rows = found.best(max(given.top, chosen + 1))
         _ = found.fastest  # or an error
-        if not 0 <= chosen < len(rows):
+        if chosen >= len(rows):
             raise ValueError(f"--plan {given.plan}: there are rows 1 to {len(rows)}, give one")
         said = ""
         if given.export:

@@ -36,7 +36,7 @@ def torchtitan_values(job: Job, plan: Plan) -> dict[str, dict[str, Any]]:
     if name not in _SCHEDULES:
         raise ValueError(f"torchtitan has no {name}: choose {', '.join(_SCHEDULES)}")
     if plan.zero == 1 and plan.replicas > 1:
-        raise ValueError("torchtitan has no level 1 of ZeRO: choose zero=2 or zero=3")
+        raise ValueError("torchtitan has no level 1 of ZeRO: choose a plan of level 2 or 3")
     replicated = plan.zero == 0
     found: dict[str, dict[str, Any]] = {
         "training": {
@@ -169,7 +169,7 @@ def accelerate_values(job: Job, plan: Plan) -> dict[str, Any]:
     if plan.pp > 1 or plan.ep > 1:
         raise ValueError(f"Accelerate's FSDP2 has no pp={plan.pp}, ep={plan.ep}: choose 1 of both")
     if plan.zero < 2 and plan.replicas > 1:
-        raise ValueError(f"FSDP2 has no level {plan.zero} of ZeRO: choose zero=2 or zero=3")
+        raise ValueError(f"FSDP2 has no level {plan.zero} of ZeRO: choose a plan of level 2 or 3")
     return {
         "num_processes": plan.gpus,
         "num_machines": job.cluster.nodes,
