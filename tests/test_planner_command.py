@@ -166,7 +166,7 @@ def test_errors_name_the_option_and_what_would_do(capsys, words, said):
 
 def test_tokens_have_suffixes():
     job = command.asked(command.options().parse_args(f"{BASE} --tokens 1.5t".split()))
-    assert job.tokens == 1.5e12 and [command.count(w) for w in ("2K", "4M", "1B")] == [2e3, 4e6, 1e9]
+    assert job.tokens == 1.5e12 and [command._tokens(w) for w in ("2K", "4M", "1B")] == [2e3, 4e6, 1e9]
 
 
 def test_it_starts_without_torch_and_helps():

@@ -26,10 +26,10 @@ simplicity.
 """
 
 
-def count(word: str) -> float:
+def _tokens(word: str) -> float:
     """A number of tokens: 15e12, 15T or 4M (millions); argparse names the option of a refused one.
 
-    >>> count("15T") == count("15e12")
+    >>> _tokens("15T") == _tokens("15e12")
     True
     """
     times = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(word[-1:].upper(), 1)
@@ -42,7 +42,7 @@ def count(word: str) -> float:
     return number
 
 
-def place(word: str) -> int:
+def _row(word: str) -> int:
     """A row of the table, or how many: from 1."""
     if not (word.isascii() and word.isdigit() and 0 < int(word[:10])):
         raise argparse.ArgumentTypeError(f"{word!r:.40}: rows are counted from 1")
@@ -65,13 +65,13 @@ def options() -> argparse.ArgumentParser:
     add("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (8)")
     add("--between", default="50GB", metavar="SIZE", help="each GPU sends out of its node (50GB/s)")
     add("--seq-len", type=int, default=8192, metavar="N", help="tokens of a sequence (8192)")
-    add("--batch-tokens", type=count, default=2**22, metavar="N", help="of a global batch (2^22)")
-    add("--tokens", type=count, default=0, metavar="N", help="of the whole training, as 15T")
+    add("--batch-tokens", type=_tokens, default=2**22, metavar="N", help="of a global batch (2^22)")
+    add("--tokens", type=_tokens, default=0, metavar="N", help="of the whole training, as 15T")
     add("--reserve", type=float, default=0.10, help="share of a device left alone (0.10)")
     add("--price", type=float, default=0, help="of a GPU-hour")
     add("--stack", default="megatron", choices=("megatron", "course"), help="whose memory")
-    add("--top", type=place, default=10, metavar="N", help="rows of the table (10)")
-    add("--plan", type=place, metavar="N", help="the ledger and the seconds of row N, from 1")
+    add("--top", type=_row, default=10, metavar="N", help="rows of the table (10)")
+    add("--plan", type=_row, metavar="N", help="the ledger and the seconds of row N, from 1")
     add("--explain", action="store_true", help="why the other rows are not the first")
     add("--json", action="store_true", help="the rows as JSON")
     add("--export", choices=tuple(export.WRITERS), help="flags of row --plan (1) for a framework")
