@@ -287,6 +287,19 @@ def _hooks(module, comm, start="all", hook=None):
         parameter.register_post_accumulate_grad_hook(partial(hook or _reduced, comm))
 
 
+def _hooks_once(module, comm):
+    handles = {}
+
+    def hook(parameter):
+        _reduced(comm, parameter)
+        handles[parameter].remove()
+
+    for parameter in module.parameters():
+        comm.broadcast(parameter.data, out=parameter.data)
+        if parameter.requires_grad:
+            handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+
+
 def _reduced(comm, parameter):
     parameter.grad.copy_(comm.all_reduce(parameter.grad) / comm.size)
 
@@ -587,6 +600,8 @@ _ALL = {
         ("starts as drawn", partial(_hooks, start="none"), "equal starts", "Broadcast rank 0's"),
         ("starts what is trained", partial(_hooks, start="trained"),
          "a frozen layer", "rank 0's weights all the same"),
+        ("hooks that go after their first call", _hooks_once,
+         "the gradient of the whole batch", "every backward pass"),
         ("starts with the mean", partial(_hooks, start="mean"),
          "equal starts", "the tensor of rank 0"),
         ("weights in place of gradients", partial(_hooks, hook=_weights_reduced),

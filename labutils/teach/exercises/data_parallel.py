@@ -377,7 +377,8 @@ def _mean(attempt: Callable, n: int, *shape: int, hint: str = "", **options: boo
 def _means(attempt: Callable) -> str:
     for n in (1, 2, 3):
         _mean(attempt, n)
-    return "1, 2 and 3 ranks"
+    _mean(attempt, 2, 2, hint="A hook serves every backward pass, not the first alone.")
+    return "1, 2 and 3 ranks, and a second step"
 
 
 _RESULT_LOST = (
@@ -404,7 +405,8 @@ def _why(seen: _Seen, rank: int, step: int, wrong: list[str], hint: str) -> tupl
     if is_(seen.alone(rank, step)[name]):
         every = len(wrong) == len(seen.gradients[rank][step])
         several = f" and {len(wrong) - 1} more still hold" if len(wrong) > 1 else " still holds"
-        if every and sum(nbytes for _, nbytes in seen.sent[rank]) > (n - 1) * 8 * _numbers():
+        sent = sum(nbytes for _, nbytes in seen.sent[rank])
+        if every and not step and sent > (n - 1) * 8 * _numbers():
             hint = _RESULT_LOST
         return (
             f"{'every parameter still holds' if every else name + several} the rank's own gradient",
