@@ -282,6 +282,14 @@ def test_the_two_halves_of_a_backward_pass_compute_it_once():
     assert forward == same and both == b + w and w == products
 
 
+def test_weights_are_paid_in_the_order_in_which_they_are_owed():
+    paid = []
+    weights = [torch.zeros(1, requires_grad=True) for _ in range(3)]
+    owed = [(each, lambda i=i: paid.append(i) or torch.ones(1)) for i, each in enumerate(weights)]
+    pipeline.pay(owed)
+    assert paid == [0, 1, 2] and not owed
+
+
 # ── times, memory, bytes ───────────────────────────────────────────────────────────────────────────
 
 

@@ -176,6 +176,8 @@ def test_sgd_by_hand_is_sgd_with_master_weights():
     assert torch.equal(precision.half_sgd(start, gradients, 0.25), weights)
     unlike = torch.randn(64, generator=draw).half()  # with digits that bf16 has not
     assert torch.equal(precision.half_sgd(unlike, [], 0.25), unlike)
+    steps = [torch.ones(1).bfloat16()] * 100  # whose step, 0.3, is 0.30078125 in bf16
+    assert precision.half_sgd(torch.zeros(1).bfloat16(), steps, 0.3).item() == -30
 
 
 class TestRoundedWeights:
