@@ -205,6 +205,8 @@ def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) 
 
 def _rows(batch: Any) -> int:
     rows = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+    if not rows:
+        raise ValueError(f"a batch has tensors, got {batch!r:.60}: torch.tensor(…) is one")
     if len(rows) != 1:
         raise ValueError(f"the tensors of a batch have equally many rows, got {sorted(rows)}")
     return rows.pop()

@@ -34,6 +34,7 @@ def text(amount: float, unit: str = "B", *, digits: int = 3, binary: bool = Fals
         raise ValueError(f"unknown unit {unit!r}: use one of {', '.join(_BASES)}")
     if not math.isfinite(amount):
         return f"{amount} {unit}"
+    amount = int(amount) if is_whole(amount) else float(amount)
     size = abs(amount)
     steps = [(prefix, 10.0**power) for prefix, power in _DECIMAL.items()]
     if binary:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from labutils import checkpointing, collectives, context_parallel, data_parallel, expert_parallel, lora, measure
-from labutils import memory, pipeline, planner, precision, predict, quantization, schedule, step, tensor_parallel, units, zero
+from labutils import memory, pipeline, planner, precision, predict, quantization, scaling, schedule, step, tensor_parallel, units, zero
 from labutils import accumulation
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Line
@@ -81,6 +81,7 @@ CALLS = [  # `x` stands where a module, a schedule or a config belongs
     ("pipeline.stage_flops(x, (1,))", "stage_flops takes a ModelConfig"),
     ("pipeline.actions(x, 0)", "actions takes a Schedule"),
     ("schedule.read(x)", "read takes a str"),
+    ("scaling.fit(x)", "fit takes a Mapping"),
     ("schedule.simulate(ORDER, x or 3)", "simulate takes a Durations, got 3"),
     ("schedule.simulate(ORDER, None, x or 3)", "simulate takes a Link, got 3"),
     ("step.build(x, TRAIN, Mesh())", "a step takes a ModelConfig"),

@@ -71,6 +71,10 @@ def layers_of_stages(layers):
     return config.TrainConfig(micro_batch=1, global_batch=1, layers=(layers, layers))
 
 
+def flops_of_stages(layers):
+    return pipeline.stage_flops(MODEL, (layers, 0))
+
+
 def cluster(**options):
     return planner.Cluster(device=config.Hardware.named("H100"), **options)
 
@@ -172,6 +176,10 @@ TABLE = {
     "scaling.wsd": row(
         named(lambda **o: scaling.wsd(peak=1.0, **o)), step=(1, "0"), steps=(4, "1"),
         decay=(1, "1"),
+    ),
+    "pipeline.stage_flops": row(flops_of_stages, layers=(2, "0")),
+    "schedule.simulate": row(
+        named(schedule.simulate, schedule.gpipe(2, 2), None, LINK), nbytes=(8.0, "0+")
     ),
     "schedule.gpipe": row(schedule.gpipe, p=(2, "1"), m=(2, "1")),
     "schedule.interleaved": row(schedule.interleaved, p=(2, "1"), m=(2, "1"), chunks=(2, "1")),

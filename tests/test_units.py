@@ -17,7 +17,7 @@ from labutils import units
     [
         (0, "B", "0 B"), (999, "B", "999 B"), (1000, "B", "1.00 kB"), (999_999, "B", "1.00 MB"), (96e6, "B", "96.0 MB"), (-1536, "B", "-1.54 kB"),
         (0.5, "B", "0.50 B"), (3.15e23, "FLOP", "315 ZFLOP"), (312e12, "FLOP/s", "312 TFLOP/s"), (2.5e-5, "s", "25.0 µs"), (5000, "s", "5000 s"),
-        (math.inf, "B", "inf B"),
+        (math.inf, "B", "inf B"), (np.float16(60000), "B", "60.0 kB"), (np.int8(-128), "B", "-128 B"),
     ],
 )  # fmt: skip
 def test_text_keeps_three_digits(amount, unit, expected):

@@ -25,7 +25,8 @@ def stage_flops(model: ModelConfig, layers: Sequence[int]) -> list[int]:
     Raises ValueError: if these are not all layers of the model.
     """
     units.instance(model, ModelConfig, "stage_flops")
-    if sum(layers) != model.num_layers or min(layers) < 0:
+    layers = [units.whole(count, "layers") for count in layers]
+    if sum(layers) != model.num_layers:
         got = f"stages of {', '.join(map(str, layers))} layers"
         raise ValueError(f"{got} do not make a model of {model.num_layers}: they must add up to it")
     flops = anatomy.token_flops(model)

@@ -42,6 +42,7 @@ def fit(steps: Mapping[float, float]) -> Hyperbola:
     >>> fit({1: 110.0, 10: 20.0, 100: 11.0})
     Hyperbola(smin=10.0, emin=100.0)
     """
+    units.instance(steps, Mapping, "fit")
     if len(steps) < 2:
         raise ValueError(
             f"{len(steps)} batch sizes fix no hyperbola: give the steps of two or more"

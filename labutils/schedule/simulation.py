@@ -201,7 +201,8 @@ def simulate(
     for kind, value in ((Durations, times), (Link, link)):
         if value is not None:
             units.instance(value, kind, "simulate")
-    times, wire = times or Durations(), link.latency + nbytes / link.bandwidth if link else 0
+    sent = units.positive(nbytes, "nbytes", or_zero=True)
+    times, wire = times or Durations(), link.latency + sent / link.bandwidth if link else 0
     count = len(schedule.kinds) * schedule.stages * schedule.micro_batches
     try:
         rows = _rows(schedule, times, wire)
