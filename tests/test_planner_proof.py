@@ -91,8 +91,6 @@ def test_formulas_are_the_dry_run_of_a_rank(stage):
     assert found.unexplained == 0 and [row.name for row in found.rows] == [
         "weights", "gradients", "optimizer", "activations"
     ]  # fmt: skip
-    held = sum(row.measured for row in found.rows)
-    assert held < proof.dry_peak(MODEL, PLAN, stage) < 3 * held
     assert proof.shorter(PLAN, stage).micro_batches == 4 - stage
 
 

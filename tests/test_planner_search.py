@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from labutils import pipeline, planner, schedule, units
-from labutils.config import Hardware, ModelConfig
+from labutils import pipeline, planner, predict, schedule, units
+from labutils.config import Hardware, Link, ModelConfig
 from labutils.planner import plans, rates, stages, work
 
 H100 = Hardware.named("H100")
@@ -184,33 +184,23 @@ def test_what_is_in_flight_is_what_schedules_hold():
                 assert mine == {row for row in seen if sum(row) == most}
 
 
-@pytest.mark.parametrize("pp, m", [(2, 4), (3, 8), (6, 32)])
-def test_the_step_of_1f1b_is_what_the_schedule_takes(pp, m):
-    # A head too small to be the bottleneck, or large enough: the formula is the played schedule.
+@pytest.mark.parametrize("bandwidth, axes", [
+    (1e30, dict(pp=2, micro_batches=4)), (1e30, dict(pp=3, micro_batches=8)),
+    (1e30, dict(pp=6, micro_batches=32)), (1e30, dict(pp=2, tp=2, micro_batches=4)),
+    (1e9, dict(pp=2, cp=2, micro_batches=4)), (1e9, dict(dp=4)), (1e9, dict(dp=4, zero=0)),
+])  # fmt: skip
+def test_the_formula_of_a_step_is_the_step_on_the_clock(bandwidth, axes):
+    """With a head too small to be the bottleneck, or large enough; norms and kernels aside."""
+    wire, plan = Link(0.0, bandwidth), planner.Plan(**axes, even=True)
+    device = replace(H100, node=10**6, inside=wire, network=wire)
+    silent = planner.Rates(
+        products=device.rate("products"), attention=device.rate("attention"), memory=1e30,
+        link=bandwidth, kernel=1e-30,
+    )  # fmt: skip
     for model in (SMALL, replace(SMALL, vocab_size=128_000)):
-        plan = planner.Plan(pp=pp, micro_batches=m, even=True)
-        p = plan.column()
-        silent = replace(planner.Rates.assumed(H100), kernel=1e-30, link=1e30)
-        path = rates.critical_path(model, p, silent)
-        f, b = (
-            [silent.of_work(x).item() for x in side]
-            for side in (_stages(model, p, pp, 0), _stages(model, p, pp, 1))
-        )
-        played = schedule.simulate(
-            schedule.one_f_one_b(pp, m), schedule.Durations(F=tuple(f), B=tuple(b), W=0)
-        )
-        body = path.busy + path.bubble
-        assert silent.of_work(body).item() == pytest.approx(played.makespan, rel=1e-9)
-
-
-def _stages(model, p, pp, side):
-    """Work of each stage's pass."""
-    found = []
-    for i in range(pp):
-        own = work.layer(model, p, False)[side] * (6 // pp)
-        own = own + work.embedding(model, p)[side] * (i == 0)
-        found.append(own + work.head(model, p)[side] * (i == pp - 1))
-    return found
+        path = rates.critical_path(model, plan, silent)
+        step = predict.time(model, plan.train(model), plan.mesh, device=device)
+        assert float(path.total(silent)) == pytest.approx(step.makespan, rel=1e-9)
 
 
 def test_the_courses_ledger_of_405b_is_its_dry_run():

@@ -3,7 +3,6 @@ holds, and why another is not better."""
 
 from labutils.planner.cluster import Cluster
 from labutils.planner.plans import Estimate, Found, Job, estimate, search, sensitivity, why
-from labutils.planner.played import timeline
 from labutils.planner.rates import MeasuredStep, Rates, calibrate, measured, residuals, which_runs
 from labutils.planner.recipe import Choice, Recipe, configure
 from labutils.planner.stages import ledger
@@ -27,7 +26,6 @@ __all__ = [
     "residuals",
     "search",
     "sensitivity",
-    "timeline",
     "which_runs",
     "why",
 ]  # fmt: skip

@@ -29,7 +29,7 @@ def shorter(plan: Plan, stage: int) -> Plan:
 def dry(model: ModelConfig, plan: Plan, stage: int = 0) -> Diff:
     """What the formulas of stack "course" say of a rank of the pipeline against a dry run of it, in
     bytes: weights, gradients, optimizer, and activations at their most. What only lives for a
-    moment stands in `dry_peak`.
+    moment is in `predict.peak`.
 
     Cost: seconds; about a tenth for each layer and micro-batch of a 405B model.
     """
@@ -46,15 +46,6 @@ def dry(model: ModelConfig, plan: Plan, stage: int = 0) -> Diff:
     measured = [Line(name, n, name) for name, n in held.items()]
     measured.append(Line("activations", most, "activations"))
     return _formula(model, plan, stage).diff(Ledger(measured))
-
-
-def dry_peak(model: ModelConfig, plan: Plan, stage: int = 0) -> int:
-    """Bytes alive on a rank of the pipeline at the fullest moment of its dry run, all included."""
-    from labutils.predict.rehearsal import rehearsal
-
-    few = shorter(plan, stage)
-    found = rehearsal(model, few.train(model), few.mesh, rank_of(few, stage))
-    return found.history.peak.ledger.total
 
 
 def _formula(model: ModelConfig, plan: Plan, stage: int) -> Ledger:

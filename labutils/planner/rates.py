@@ -186,7 +186,8 @@ def critical_path(
 
     cluster: whose links between nodes slow what leaves a node; None: all is one node
 
-    Invariant: as `schedule.simulate` plays 1F1B, where the slowest stage is the first or the last.
+    Invariant: the closed form of `predict.time` for 1F1B in equal stages, where neither kernels nor
+    what moves memory takes time.
     """
     at = at or stages.places(model, p)
     slow = work.zeros(p.tp) + 1
