@@ -265,6 +265,11 @@ class Momentum:
         self.t += 1
 
 
+class OfItsOwn(Momentum):
+    def __init__(self, w, *args, **options):
+        super().__init__(w.clone(), *args, **options)
+
+
 # Exercise: name, attempt, the property that must reject it, words of what it must say.
 _ALL = {
     "lora/adapter": [
@@ -293,7 +298,7 @@ _ALL = {
         ("takes off what it added", slip(Mergeable, puts_back="added"),
          "unmerged, the same bits", "put it back"),
         ("times zero, again", slip(Mergeable, early=False), "no work left", "return early"),
-        ("keeps no copy", slip(Mergeable, itself=True), "unmerged, the same bits", "Keep W"),
+        ("keeps no copy", slip(Mergeable, itself=True), "unmerged, the same bits", "no rounding"),
         ("keeps it in bf16", slip(Mergeable, puts_back="half"), "unmerged, the same bits", "Keep W"),
         ("thaws", Thaws, "trained as before", "unless told otherwise"),
         ("forgets B", slip(Mergeable, forgets=True), "unmerged, the same bits", "Keep W"),
@@ -391,6 +396,7 @@ _ALL = {
          "while the rate grows", "upside down"),
         ("the rate on all of it", slip(Momentum, inside=True), "one micro-batch", "torch.optim.SGD"),
         ("one ahead", slip(Momentum, ahead=1), "while the rate grows", "the second rate"),
+        ("a tensor of its own", OfItsOwn, "one micro-batch", "keeps the old one"),
     ],
 }  # fmt: skip
 

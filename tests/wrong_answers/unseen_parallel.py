@@ -290,6 +290,19 @@ def _padded(x, chosen, weights, experts, comm):
     return torch.zeros_like(x).index_add(0, token[order], weighed)
 
 
+def _divided_again(x, chosen, weights, experts, comm):
+    return moe(x, chosen, weights / weights.sum(-1, keepdim=True), experts, comm)
+
+
+def _layers_but_routers(model, tokens, dp, edp, alpha):
+    loss = model.loss(tokens, tokens) + alpha * expert_parallel.auxiliary_loss(model)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        comm = edp if "feed_forward." in name and "router" not in name else dp
+        parameter.grad = comm.all_reduce(parameter.grad) / comm.size
+    return loss
+
+
 def step(model, tokens, dp, edp, alpha, *, probable=lambda p: p.mean(0), layers=slice(None),
          experts="edp", by="edp", leaves_out=()):  # fmt: skip
     total = model.loss(tokens, tokens)
@@ -369,6 +382,20 @@ def late(weights, inputs, dy, *, adds=True, eager=False, only=None):
             weight.grad = product + weight.grad if adds and weight.grad is not None else product
 
     return dy, w
+
+
+def _inputs_from_the_front(weights, inputs, dy):
+    owed = []
+    for weight, x in zip(weights[::-1], inputs, strict=True):
+        owed.append((weight, dy, x))
+        dy = dy @ weight
+
+    def pay():
+        for weight, grad, x in owed:
+            added = grad.mT @ x
+            weight.grad = added if weight.grad is None else weight.grad + added
+
+    return dy, pay
 
 
 def _all_of_it_late(weights, inputs, dy):
@@ -474,6 +501,7 @@ _ALL = {
          "every token in its place", "another expects"),
         ("on top of the tokens", partial(moe, residual=True), "one rank", "Results meet"),
         ("unweighted, again", partial(moe, weigh=False), "one rank", "without their weights"),
+        ("weights divided again", _divided_again, "one expert each, and three", "as they are"),
     ],
     "expert_parallel/bug-hunt": [
         ("P without a history", partial(step, probable=lambda p: p.mean(0).detach()),
@@ -482,6 +510,7 @@ _ALL = {
         ("the first layer", partial(step, layers=slice(1)), "the loss", "each layer"),
         ("experts over dp, again", partial(step, experts="dp"), "experts", "over edp"),
         ("experts by dp", partial(step, by="dp"), "experts", "half the right one"),
+        ("all but routers over edp", _layers_but_routers, "what all ranks hold", "mean over dp"),
         ("experts not divided", partial(step, by="nothing"), "experts", "twice the right one"),
         ("no mean of the router", partial(step, leaves_out=("router",)),
          "what all ranks hold", "mean over dp"),
@@ -528,6 +557,7 @@ _ALL = {
         ("overwrites", partial(late, adds=False), "several micro-batches", "add to what is there"),
         ("the last layer alone", partial(late, only=1), "several layers", "gradient of layer 0"),
         ("nothing is paid", partial(late, only=0), "one layer", "W adds"),
+        ("inputs in another order", _inputs_from_the_front, "several layers", "another order"),
         ("B again in W", _all_of_it_late, "what is multiplied when", "second walk"),
     ],
     "pipeline/place-w": [

@@ -190,11 +190,16 @@ _SAME = (
 )
 
 
+def _divided(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
 class _Case:
     """Tokens, choices and experts of each of n ranks, `each` experts on a rank, of which nobody
     visits number `idle`.
 
     Expert e multiplies by e + 2 and adds 10·e, so that what comes back tells where it has been.
+    With k = 2 the weights of a token add up to 1, as Mixtral's do; with other k to anything.
     """
 
     def __init__(self, n: int, each: int, k: int = 2, idle: int | None = None) -> None:
@@ -209,7 +214,7 @@ class _Case:
                 scores[:, idle] -= 5
             top = scores.topk(k)
             self.chosen.append(top.indices)
-            self.weights.append(top.values / top.values.sum(-1, keepdim=True))
+            self.weights.append(_divided(top.values) if k == 2 else top.values)
 
     @property
     def name(self) -> str:
@@ -232,13 +237,20 @@ class _Case:
         return [functools.partial(run, i) for i in range(self.each)], calls
 
     def right(
-        self, rank: int, *, weights: bool = True, last: bool = False, early: bool = False
+        self,
+        rank: int,
+        *,
+        weights: bool = True,
+        last: bool = False,
+        early: bool = False,
+        divided: bool = False,
     ) -> Tensor:
         """Every token's experts, one token after the other; or with a slip."""
         out = torch.zeros_like(self.x[rank])
+        given = _divided(self.weights[rank]) if divided else self.weights[rank]
         for t, row in enumerate(self.x[rank]):
             for c, e in enumerate(self.chosen[rank][t].tolist()):
-                w = self.weights[rank][t, c] if weights else 1
+                w = given[t, c] if weights else 1
                 part = self.visit(e, w * row) if early else w * self.visit(e, row)
                 out[t] = part if last else out[t] + part
         return out
@@ -295,6 +307,11 @@ def _home(attempt: Callable, cases: Sequence[_Case]) -> str:
 def _why(case: _Case, rank: int, out: Tensor) -> str:
     """The most likely reason for rows that are not the right ones."""
     right = case.right(rank)
+    if _near(out, case.right(rank, divided=True)):
+        return (
+            "Your code divides the weights by their sum. Whether they add up to 1 is the router's "
+            "business (the Switch Transformer's do not): take them as they are."
+        )
     if _near(out, case.right(rank, weights=False)):
         return "The outputs are added up without their weights."
     if _near(out, case.right(rank, early=True)):
@@ -416,7 +433,8 @@ def _there_and_back(
 
 _MESH = Mesh(dp=4, ep=2)
 _MODEL = ModelConfig(
-    num_layers=2, d_model=8, num_heads=2, d_ff=8, vocab_size=16, seq_len=8, num_experts=4, top_k=2
+    num_layers=2, d_model=8, num_heads=2, d_ff=8, vocab_size=16, seq_len=8, num_experts=4, top_k=2,
+    shared_expert=True,
 )  # fmt: skip
 _ALPHA = 0.5
 

@@ -390,11 +390,16 @@ def _back(attempt: Callable) -> str:
         after = layer(x)
     if not torch.equal(after, before):
         off = (after - before).abs().max().item()
-        raise Failed(
-            f"merged and unmerged three times, the output differs by {off:.1e}",
+        why = (
             "W + Δ is rounded, and W + Δ − Δ is rounded again: that is not W. "
-            "Keep W itself, and put it back.",
+            "Keep W itself, and put it back."
         )
+        if off > 1e-3 * before.abs().max():
+            why = (
+                "That is no rounding. Keep W itself as a copy (clone: the tensor that merge() "
+                "writes into changes with it), and leave A and B as they are."
+            )
+        raise Failed(f"merged and unmerged three times, the output differs by {off:.1e}", why)
     return "equal to the bit"
 
 

@@ -410,6 +410,11 @@ _LATE = (
     "A function reads the variables around it when it is called, not when it is made: by then the "
     "loop has moved on to the last layer. Keep each layer's own tensors."
 )
+_MIXED = (
+    "Keep each layer's own three tensors: weights[i], inputs[i], and the gradient of its output. "
+    "One of them is another layer's here: paired in another order, or read by a function that is "
+    "called when the loop has moved on."
+)
 _DW = "W adds grad.mT @ x to .grad, where grad is the gradient of the layer's output."
 _ADD = "Each micro-batch has a W of its own, and .grad is the sum over all: add to what is there."
 _DX = "B passes on dy @ weight, layer by layer from the last to the first."
@@ -432,6 +437,8 @@ def _halves(attempt: Callable, cases: Sequence[tuple[Sequence[int], int]], why: 
             raise Failed(f"{case}: there are gradients of weights before W", "They belong to W.")
         for w in owed:
             w()
+        if why is _LATE and all(weight.grad is not None for weight in weights):
+            why = _MIXED
         for i, wanted in enumerate(expected):
             _is(weights[i].grad, wanted, case, f"the gradient of layer {i}'s weight", why)
     return f"{len(cases)} cases"

@@ -305,21 +305,24 @@ class LargeBatchSGD:
 
 def _followed(
     attempt: Callable, k: int, decay: float = 0.0, warm: int = 0, equal: bool = False
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Where an attempt goes in eight steps, and where the right one and usual mistakes go."""
+) -> tuple[Tensor, dict[str, Tensor], bool]:
+    """Where an attempt goes in eight steps, where the right one and usual mistakes go, and
+    whether the attempt left the tensor that it was given where it was."""
     draw, size = torch.Generator().manual_seed(5), 6
     start = torch.randn(size, generator=draw, dtype=torch.float64)
     shape = (8, 1 if equal else k, size)
     pieces = torch.randn(shape, generator=draw, dtype=torch.float64).expand(8, k, size)
 
-    def follow(make: Callable) -> Tensor:
-        w = start.clone()
+    def follow(make: Callable, w: Tensor) -> Tensor:
         optimizer = make(w, 0.05, k, decay=decay, warm=warm)
         for each in pieces:
             optimizer.step([piece.clone() for piece in each])
         return getattr(optimizer, "w", w)
 
-    return follow(attempt), {name: follow(make) for name, make in _MISTAKES.items()}
+    given = start.clone()
+    found = follow(attempt, given)
+    known = {name: follow(make, start.clone()) for name, make in _MISTAKES.items()}
+    return found, known, torch.equal(given, start)
 
 
 class _Summed(LargeBatchSGD):
@@ -391,7 +394,7 @@ _MISTAKES = {
 
 
 def _follows(attempt: Callable, **options: Any) -> str:
-    found, known = _followed(attempt, **options)
+    found, known, left = _followed(attempt, **options)
     right = known.pop("right")
     if not torch.allclose(found, right, rtol=1e-9, atol=1e-12):
         same = (w for w, end in known.items() if torch.allclose(found, end, rtol=1e-9, atol=1e-12))
@@ -400,6 +403,12 @@ def _follows(attempt: Callable, **options: Any) -> str:
         raise Failed(
             f"{said}: after 8 steps the weight is off by {100 * off:.2g} %",
             next(same, "torch.optim.SGD with momentum 0.9 and this rate goes elsewhere."),
+        )
+    if left:
+        raise Failed(
+            "after 8 steps the tensor that was given is what it was",
+            "self.w = self.w − … makes a new tensor, and the model keeps the old one. Write into "
+            "the tensor that is there: self.w -= ….",
         )
     return "8 steps"
 
