@@ -365,6 +365,20 @@ class _Buckets:
         return self.module(*args)
 
 
+class _CountsFrozen(_Buckets):
+    """Knows the end by the number of parameters, frozen ones among them."""
+
+    seen = 0
+
+    def ready(self, _, parameter):
+        if not self.sends:
+            return
+        self.waiting.append(parameter)
+        self.seen = (self.seen + 1) % len(list(self.module.parameters()))
+        if not self.seen or sum(p.nbytes for p in self.waiting) >= self.bucket_bytes:
+            self.flush()
+
+
 # ── 09 ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -620,6 +634,7 @@ _ALL = {
          "the last bucket", "still waits"),
         ("an inner block ends the outer", _slip(_Buckets, restores=False),
          "no_sync in no_sync", "what it was before"),
+        ("counts frozen parameters", _CountsFrozen, "a frozen layer", "gets no gradient"),
         ("quiet after an error", _slip(_Buckets, insists=False), "after an error", "finally"),
         ("waits in the bucket in every micro-batch", _slip(_Buckets, collects=True),
          "accumulation", "inside no_sync"),

@@ -565,6 +565,12 @@ def _last(attempt: Callable) -> str:
     return "buckets that are not full"
 
 
+def _frozen_in_buckets(attempt: Callable) -> str:
+    for nbytes in (_BUCKET, _HUGE):  # the second is never full: who counts on frozen ones waits
+        _frozen(_with(attempt, nbytes))
+    return "a frozen layer"
+
+
 def _again(attempt: Callable) -> str:
     hint = "The first step is right. What has to be as it was when the next backward pass begins?"
     for steps in (2, 3):
@@ -663,7 +669,7 @@ REPAIR = Exercise(
         Property("accumulation", _accumulating),
         Property("after an error", _interrupted),
         Property("no_sync in no_sync", _nested),
-        Property("a frozen layer", lambda attempt: _frozen(_with(attempt, _BUCKET))),
+        Property("a frozen layer", _frozen_in_buckets),
     ),
     hints=(
         "Ask three questions: do all ranks start with the same weights? "
