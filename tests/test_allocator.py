@@ -139,6 +139,14 @@ def test_expandable_segments_grow_by_pages_and_give_pages_back():
     assert len(gpu.segments) == 2
 
 
+def test_of_equal_blocks_the_first_is_taken():
+    gpu = Allocator(200 * MIB, expandable_segments=True)
+    pages = [gpu.alloc(20 * MIB) for _ in range(4)]
+    gpu.free(pages[0])
+    gpu.free(pages[2])
+    assert gpu.alloc(20 * MIB) == pages[0]
+
+
 REQUESTS = st.one_of(
     st.integers(1, 4096),
     st.integers(1, 3 * MIB),

@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -206,6 +207,8 @@ def test_sizes_from_numpy_are_python_ints_and_do_not_overflow():
     assert mesh.coords(np.int64(150)) == mesh.coords(150) and mesh.group(np.int64(7), "tp")[7] == 7
     train = TrainConfig(micro_batch=np.int8(2), global_batch=np.int64(8))
     assert train.accumulation(np.int8(4)) == 1 and type(train.micro_batch) is int
+    lists, tuples = (replace(train, frozen=kind(["a"]), layers=kind([2])) for kind in (list, tuple))
+    assert lists == tuples and hash(lists) == hash(tuples)
 
 
 @given(pp=degrees, dp=degrees, cp=degrees, tp=degrees, data=st.data())
