@@ -44,9 +44,9 @@ def _tokens(word: str) -> float:
 
 def _row(word: str) -> int:
     """A row of the table, or how many: from 1."""
-    if not (word.isascii() and word.isdigit() and 0 < int(word[:10])):
-        raise argparse.ArgumentTypeError(f"{word!r:.40}: rows are counted from 1")
-    return int(word[:10])
+    if not (word.isascii() and word.isdigit() and len(word) < 10 and int(word)):
+        raise argparse.ArgumentTypeError(f"{word!r:.40}: rows are counted from 1, in nine digits")
+    return int(word)
 
 
 def options() -> argparse.ArgumentParser:

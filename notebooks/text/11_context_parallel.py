@@ -3,7 +3,7 @@
 #
 # **A sequence of 131,072 tokens does not fit on one device. Ranks can share out its tokens, but in attention every token meets all that came before it. How do they meet without being in one place?**
 #
-# *85 min, and 30 further · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
+# *85 min, and 35 further · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -555,7 +555,25 @@ for way, nbytes, waits, held in (
     print(f" {waits / alone:12.1%} {units.text(held):>10}")
 
 # %% [markdown]
-# With 8,192 tokens per rank the ring hides all that it sends. The all-gather costs about a sixth of attention's computing, and half a gigabyte that is needed once, since the next layer gathers its own. (Tensor parallelism over eight ranks divides all three by eight.) For that price any mask is simple. (That is the forward pass. Backward, attention computes 2.5 times as much; the keys are gathered once more, and their gradients scattered, in fp32 twice the bytes. Over a training step, of 3.5 × 71.9 ms of computing, the all-gather costs 20 %, with sums in bf16 15 %, and Ulysses 11 %. In bytes the all-gather now sends as much as the ring, four times what it sends forward, and 1.8 times what Ulysses sends; of the ring's bytes only the last hop of its sums waits, 67 MB or 0.7 %.) Its share grows with fewer
+# With 8,192 tokens per rank the ring hides all that it sends. The all-gather costs about a sixth of attention's computing, and half a gigabyte that is needed once, since the next layer gathers its own. (Tensor parallelism over eight ranks divides all three by eight.) For that price any mask is simple.
+#
+# That was the forward pass. Backward, attention computes 2.5 times as much; the keys are gathered once more, and their gradients scattered, in fp32 twice the bytes. A hop of the ring carries keys and sums, and the last one, of sums alone, has nothing to hide behind:
+
+# %%
+both_ways = 3.5 * alone
+carries, during = 3 * keys / 16 / link.bandwidth, 2.5 * alone / 16
+print(f"a hop backward: {1e3 * carries:.1f} ms, behind {1e3 * during:.1f} ms")
+print("whole step    sends       waits  of computing")
+for way, nbytes, waits in (
+    ("ring", by_attention("ring", 16, big).total, 2 * keys / 16 / link.bandwidth),
+    ("all-gather", big.num_layers * 4 * keys * 15 / 16, 4 * gather),
+    ("Ulysses", by_attention("ulysses", 16, big).total, 2 * heads / link.bandwidth),
+):
+    print(f"{way:10} {units.text(nbytes / big.num_layers):>8}", end="")
+    print(f" {1e3 * waits:8.2f} ms {waits / both_ways:12.1%}")
+
+# %% [markdown]
+# Over a step the all-gather sends as much as the ring, and 1.8 times what Ulysses sends. The all-gather's share grows with fewer
 # tokens per rank, while the ring hides its messages down to 1,528 of them, and with longer sequences it holds more keys.
 #   <!-- claim: (lambda h: round(context_parallel.least_tokens(h.rate("attention"), h.network.bandwidth, groups=8 / 128)))(config.Hardware.named("H100")) == 1528 -->
 #
