@@ -71,7 +71,8 @@ def test_the_table_the_rows_and_the_reasons(capsys):
     )
     plan = planner.Plan.read(rows[0])
     asked = command.asked(command.options().parse_args(BASE.split()))
-    assert planner.estimate(asked, plan).seconds == rows[0]["step_seconds"]
+    alone = planner.estimate(asked, plan).seconds  # numpy sums one plan in another order than many
+    assert alone == pytest.approx(rows[0]["step_seconds"], rel=1e-12)
     tokens = 16 * 86400 * rows[0]["days"] * rows[0]["tokens_per_second_and_gpu"]
     assert tokens == pytest.approx(15e12)
     best = enumerate(planner.search(asked).best(60), 1)
