@@ -327,18 +327,17 @@ def size(dims: str, sizes: Mapping[str, int]) -> int:
     return math.prod(int(c) if c.isdigit() else sizes[c] for c in dims if c != " ")
 
 
-def parameters(model: Model, *, tp: int = 1, ep: int = 1) -> dict[str, int]:
-    """Parameters of each group of parts, all layers together, on one rank of tp and of ep."""
-    sizes, totals = letters(model, tp=tp, ep=ep), dict.fromkeys(GROUPS.values(), 0)
-    each = sizes | {"E": model.num_experts}  # every rank has the whole router
+def parameters(model: Model) -> dict[str, int]:
+    """Parameters of each group of parts, all layers together."""
+    sizes, totals = letters(model), dict.fromkeys(GROUPS.values(), 0)
     for part in parts(model):
         for dims in filter(None, (part.weight, part.bias)):
-            totals[part.group] += size(part.copies, sizes) * size(dims, each)
+            totals[part.group] += size(part.copies, sizes) * size(dims, sizes)
     return totals
 
 
-def num_params(model: Model, *, tp: int = 1, ep: int = 1) -> int:
-    """Ψ: all parameters, a tied head once; or those of one rank of tp and of ep.
+def num_params(model: Model) -> int:
+    """Ψ: all parameters, a tied head once.
 
     >>> from labutils.config import ModelConfig
     >>> gpt = ModelConfig.named("gpt2-xl")
@@ -351,20 +350,13 @@ def num_params(model: Model, *, tp: int = 1, ep: int = 1) -> int:
     >>> psi == L * (2 * h * (a + g) * d + 3 * h * f + 2 * h) + (2 * v + 1) * h  # a Llama
     True
     """
-    return sum(parameters(model, tp=tp, ep=ep).values())
+    return sum(parameters(model).values())
 
 
-def num_tensors(model: Model) -> int:
-    """Tensors that the parameters come in."""
-    sizes, rows = letters(model), parts(model)
-    return sum(size(row.copies, sizes) * (bool(row.weight) + bool(row.bias)) for row in rows)
-
-
-def tensors(model: Model, *, tp: int = 1) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter by its name, as `GPT(model).named_parameters()` has them, or one
-    rank of tp."""
+def tensors(model: Model) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter by its name, as `GPT(model).named_parameters()` has them."""
     model.require_gpt()
-    sizes, found = letters(model, tp=tp), {}
+    sizes, found = letters(model), {}
 
     @functools.cache  # layers are alike
     def shape(dims: str) -> tuple[int, ...]:

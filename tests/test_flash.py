@@ -522,7 +522,6 @@ def test_views_move_nothing():
 
 def test_the_roof():
     roof = flash.Roof("toy", 100.0, 10.0)
-    assert roof.ridge == 10
     assert (
         roof.time(100.0, 100.0) == 10
         and roof.bound(100.0, 100.0) == "memory"

@@ -106,9 +106,6 @@ TABLE = {
         named(lambda **o: zero.model_states(level=1, **o)),
         num_params=(100, "+"), n=(4, "1"), K=(12, "0"), gradient_bytes=(2, "0"),
     ),
-    "zero.largest_model": row(
-        named(lambda **o: zero.largest_model(level=1, **o)), memory=(100, "0+"), n=(4, "1")
-    ),
     "zero.level": row(lambda level: zero.model_states(100, 4, level), level=(1, "0")),
     "zero.partition": row(zero.partition, numel=(10, "1"), n=(4, "1")),
     "zero.bounds": row(zero.partition(10, 4).bounds, rank=(0, "0")),

@@ -446,13 +446,8 @@ def test_zb_auto_meets_the_hand_made_ones_and_its_limit():
         for cap, make in ((p, schedule.zb_h1), (2 * p - 1, schedule.zb_h2)):
             found = schedule.zb_auto(p, m, cap).check(cap)
             assert schedule.simulate(found).period <= schedule.simulate(make(p, m)).period
-    costs, link = Durations(10, 11, 8), Link(2, 1)
-    periods = [
-        schedule.simulate(schedule.zb_auto(4, 12, cap, costs, link).check(cap), costs, link).period
-        for cap in range(4, 13)
-    ]
-    assert periods == sorted(periods, reverse=True) and periods[-1] < periods[0]
-    assert periods[1] == 395  # with as many forwards first on neighbours: 399
+    periods = [schedule.simulate(schedule.zb_auto(4, 12, cap)).period for cap in range(4, 9)]
+    assert periods == [39, 38, 37, 36, 36]  # 36 are three operations for each of 12: no bubble
 
 
 def test_a_simulation_does_as_much_for_an_operation_however_many_there_are():

@@ -326,7 +326,7 @@ def test_the_table_says_which_part_is_split_how():
 
 @each_case
 def test_a_rank_has_a_model_of_its_own(kind, n):
-    """`rank_config` describes the share: its parameters by name and shape, and their number in `anatomy`."""
+    """`rank_config` describes the share: its parameters by name and shape."""
 
     def program(rank):
         model = tensor_parallel.parallelize(GPT(ALL[kind]), rank.comm("tp"))
@@ -335,8 +335,6 @@ def test_a_rank_has_a_model_of_its_own(kind, n):
     share = tensor_parallel.rank_config(ALL[kind], n)
     dry = World(Mesh(tp=n), engine="dry").run(program, rank=n - 1)
     assert dry == anatomy.tensors(share)
-    if ALL[kind].num_kv_heads % n == 0:
-        assert share.num_params == anatomy.num_params(ALL[kind], tp=n)
 
 
 ILLEGAL = [

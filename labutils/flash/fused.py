@@ -205,7 +205,8 @@ class Roof:
     def of(cls, hardware: Hardware, dtype: str = "bf16") -> "Roof":
         """The roof of a device in the data sheets.
 
-        >>> round(Roof.of(Hardware.named("A100")).ridge)
+        >>> roof = Roof.of(Hardware.named("A100"))
+        >>> round(roof.flops / roof.bandwidth)  # FLOPs per byte where the two ceilings meet
         153
         """
         return cls(f"{hardware.name} {dtype}", hardware.flops[dtype], hardware.memory_bandwidth)
@@ -220,11 +221,6 @@ class Roof:
         product = min(timeit.repeat(lambda: a @ a, number=1, repeat=6))
         sweep = min(timeit.repeat(lambda: torch.add(x, 1, out=out), number=1, repeat=6))
         return cls("this machine fp32", 2 * size**3 / product, 2 * x.nbytes / sweep)
-
-    @property
-    def ridge(self) -> float:
-        """FLOPs a byte at which the two ceilings meet: with fewer, memory is the limit."""
-        return self.flops / self.bandwidth
 
     def time(self, flops: int | float, nbytes: int | float) -> float:
         """Seconds at least, for that many FLOPs and bytes of slow memory."""

@@ -1,24 +1,17 @@
 """LoRA, low-rank adaptation: beside a frozen linear layer an update that is trained,
-y = W·x + (α/r)·B·A·x (PEFT). `adapt`, `merged`, `save_adapter`, `trainable`.
+y = W·x + (α/r)·B·A·x (PEFT). `adapt`, `merged`, `state`, `trainable`.
 
 Source: Hu et al. 2106.09685.
 """
 
 from labutils.lora.layers import Adapter, LoraLinear, SplitAdapter, wrap
-from labutils.lora.predict import (
-    frozen_bytes,
-    saved,
-    trainable,
-    training_flops,
-)
+from labutils.lora.predict import saved, trainable, training_flops
 from labutils.lora.transform import (
-    absorb,
     activate,
     adapt,
     adapted,
-    load_adapter,
     merged,
     quantize_base,
-    save_adapter,
+    state,
     targets,
 )

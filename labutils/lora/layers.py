@@ -161,7 +161,7 @@ class LoraLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Refused: what asks for it would cut or copy the base's weight and leave the adapter."""
-        remedy = "first split or convert the model, then adapt it; or lora.absorb the adapters"
+        remedy = "first split or convert the model, then adapt it"
         raise TypeError(f"a layer with adapters has no weight of its own: {remedy}")
 
     def add(self, name: str, **options: Any) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from labutils import anatomy, quantization, units
+from labutils import anatomy, units
 from labutils.config import ModelConfig
 from labutils.ledger import Ledger, Line
 from labutils.lora.layers import checked_rank
@@ -26,26 +26,11 @@ def trainable(model: ModelConfig, *, rank: int, pattern: Pattern = "*") -> int:
 
     Source: Hu et al. 2106.09685, section 5.1.
     """
-    matrices = _matrices(model, pattern)
-    return sum(checked_rank(rank, d, k) * count * (d + k) for count, d, k in matrices)
-
-
-def _matrices(model: ModelConfig, pattern: Pattern) -> Iterator[tuple[int, int, int]]:
-    """How many there are of each target, its outputs and its inputs."""
-    sizes = anatomy.letters(model)
+    sizes, total = anatomy.letters(model), 0
     for part in targets(model, pattern):
         d, k = (anatomy.size(dim, sizes) for dim in part.weight.split())
-        yield anatomy.size(part.copies, sizes), d, k
-
-
-def frozen_bytes(model: ModelConfig, frozen: str) -> int:
-    """Bytes of the weights of a model that are not trained, in "fp32", "bf16" or "nf4"."""
-    width = 4 if frozen == "fp32" else 2
-    if frozen != "nf4":
-        return width * model.num_params
-    matrices = list(_matrices(model, "*"))
-    rest = model.num_params - sum(count * d * k for count, d, k in matrices)
-    return width * rest + sum(count * quantization.nf4_bytes(d * k) for count, d, k in matrices)
+        total += anatomy.size(part.copies, sizes) * checked_rank(rank, d, k) * (d + k)
+    return total
 
 
 def training_flops(model: ModelConfig, *, rank: int, pattern: Pattern = "*") -> dict[str, int]:

@@ -1,25 +1,17 @@
-"""A GPT with adapters: which layers have one, which is active, its merging, its file."""
+"""A GPT with adapters: which layers have one, which is active, its merging, its state."""
 
-import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, cast
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from labutils import anatomy, quantization, randomness, tensor_parallel
 from labutils.config import ModelConfig
-from labutils.lora.layers import Linear, LoraLinear, SplitAdapter, wide, wrap
+from labutils.lora.layers import Linear, LoraLinear, wide, wrap
 from labutils.model import GPT
 from labutils.units import instance
-
-OWN, MODEL = "labutils.lora", "labutils.lora.model"  # the keys of the metadata
 
 
 def targets(model: ModelConfig, pattern: str | tuple[str, ...] = "*") -> list[anatomy.Part]:
@@ -95,9 +87,9 @@ def activate(module: nn.Module, name: str | None) -> None:
     """Compute with the adapters of that name, which alone are trained, or with none; layers without
     one of that name compute alone."""
     layers = adapted(module).values()
-    known = sorted({each for layer in layers for each in layer.adapters})
+    known = {each for layer in layers for each in layer.adapters}
     if name is not None and name not in known:
-        raise ValueError(f"no layer has an adapter {name!r}: the module has {known}")
+        raise ValueError(f"no layer has an adapter {name!r}: the module has {sorted(known)}")
     for layer in layers:
         layer.activate(name if name in layer.adapters else None)
 
@@ -117,14 +109,18 @@ def merged(module: nn.Module) -> Iterator[nn.Module]:
             layer.unmerge()
 
 
-def absorb(module: nn.Module) -> nn.Module:
-    """The module with its active adapters merged for good: plain layers, which cost what they cost
-    before."""
-    for path, layer in adapted(module).items():
-        if layer.active is not None:
-            layer.merge()
-        module.set_submodule(path, layer.base)
-    return module
+def state(module: nn.Module, name: str = "default") -> dict[str, Tensor]:
+    """A and B of every adapter of that name, by their names in the module, to write to a file; a
+    model adapted alike takes them back by `load_state_dict(…, strict=False)`.
+
+    On a model that is split or sharded: this rank's share of them.
+
+    Raises ValueError where no layer has an adapter of that name.
+    """
+    found = {each: w for each, w in module.state_dict().items() if f".adapters.{name}." in each}
+    if not found:
+        raise ValueError(f"no layer has an adapter {name!r}: nothing to keep")
+    return found
 
 
 def quantize_base(module: GPT) -> GPT:
@@ -144,78 +140,4 @@ def quantize_base(module: GPT) -> GPT:
                     )
                 raise TypeError(f"{got}: {remedy}")
             module.set_submodule(path, quantization.Nf4Linear(layer))
-    return module
-
-
-# ── adapters on disk ──────────────────────────────────────────────────────────────────────────────
-
-
-def save_adapter(path: str | os.PathLike, module: nn.Module, name: str = "default") -> None:
-    """Write the adapters of that name, and nothing of the model, to a safetensors file: A and B of
-    each layer under its path, LoRA rank, α and dropout of each as metadata.
-
-    Raises ValueError where a rank has only a share of them.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    settings: dict[str, dict[str, Any]] = {}
-    for at, layer in adapted(module).items():
-        if name not in layer.adapters:
-            continue
-        adapter = layer.adapters[name]
-        if isinstance(adapter, SplitAdapter) or adapter.A.dim() != 2:
-            remedy = "save from a model that has them whole (zero.gathered, or one without tp)"
-            raise ValueError(f"{at}: this rank has a share of the adapter {name!r}: {remedy}")
-        tensors |= {f"{at}.A": adapter.A.detach(), f"{at}.B": adapter.B.detach()}
-        settings[at] = dict(rank=adapter.rank, alpha=adapter.alpha, dropout=adapter.dropout)
-    if not tensors:
-        raise ValueError(f"no layer has an adapter {name!r}: nothing to save")
-    shape = json.dumps(_shape(module))
-    save_file(tensors, path, metadata={OWN: json.dumps(settings), MODEL: shape})
-
-
-def _shape(module: nn.Module) -> list[int] | None:
-    """Layers and width of a GPT."""
-    config = getattr(module, "config", None)
-    return None if config is None else [config.num_layers, config.d_model]
-
-
-@torch.no_grad()
-def load_adapter(path: str | os.PathLike, module: GPT, name: str = "default") -> GPT:
-    """The model with the adapters of a file, in place, under a `name` that is free, and active.
-
-    Raises ValueError for a file that is torn, or no adapter, or one of another model, before
-    anything changes.
-    """
-    file = Path(path).name
-    try:
-        with safe_open(path, "pt") as opened:
-            found = {key: opened.get_tensor(key) for key in opened.keys()}
-            settings = json.loads((opened.metadata() or {})[OWN])
-            shape = json.loads(opened.metadata().get(MODEL, "null"))
-    except (SafetensorError, KeyError) as error:
-        raise ValueError(f"{file} is torn, or holds no adapter: {error}") from None
-    wanted = {f"{at}.{part}" for at in settings for part in "AB"}
-    if wanted != found.keys():
-        lacks = ", ".join(sorted(wanted ^ found.keys()))
-        raise ValueError(f"{file} is torn: {lacks} is not on both sides, tensors and settings")
-    if shape is not None and shape != _shape(module):
-        both = f"{_shape(module)} here and {shape} there"
-        raise ValueError(f"{file} is of another model: layers and width are {both}")
-    for at in settings:
-        layer = dict(module.named_modules()).get(at)
-        base = layer.base if isinstance(layer, LoraLinear) else layer
-        here = (getattr(base, "out_features", None), getattr(base, "in_features", None))
-        shape = (len(found[f"{at}.B"]), found[f"{at}.A"].shape[1])
-        if shape != here:
-            raise ValueError(f"{file}: {at} is {here} here and {shape} there: another model?")
-    module.requires_grad_(False)
-    for at, options in settings.items():
-        layer = module.get_submodule(at)
-        if not isinstance(layer, LoraLinear):
-            layer = LoraLinear(cast("Linear", layer))
-            module.set_submodule(at, layer)
-        layer.add(name, **options)
-        for key, parameter in layer.adapters[name].named_parameters():
-            parameter.copy_(found[f"{at}.{key}"])
-    activate(module, name)
     return module

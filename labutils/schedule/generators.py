@@ -7,9 +7,8 @@ from dataclasses import replace
 from itertools import product
 
 from labutils import units
-from labutils.config import Link
 from labutils.schedule.orders import Op, Schedule
-from labutils.schedule.simulation import Durations, simulate
+from labutils.schedule.simulation import simulate
 
 Sentence = Iterable[tuple[int, str]]
 
@@ -233,21 +232,12 @@ def zb_h2(p: int, m: int) -> Schedule:
     return spell_line("zb_h2", p, m, lambda rank: 2 * (p - 1 - rank), lag=lambda rank: 2 * rank)
 
 
-def zb_auto(
-    p: int,
-    m: int,
-    cap: int,
-    times: Durations | None = None,
-    link: Link | None = None,
-    nbytes: int = 0,
-) -> Schedule:
-    """The shortest without a barrier among schedules with W that hold `cap` activations per rank.
+def zb_auto(p: int, m: int, cap: int) -> Schedule:
+    """The shortest without a barrier among schedules with W that hold `cap` activations per rank,
+    where F, B and W take the same time.
 
     Rank i takes min(cap−1−i, k(p−1−i)) forwards first, and the W that memory then allows to be
     late; k is searched in 1, 1.1 … 4. Where `cap` is ample, less of it is tried too.
-
-    times: what an operation takes; a unit of time each if None
-    link, nbytes: what connects the ranks, and the size of a message
 
     Source: the aim, not the search, of Qi et al. 2023, arXiv:2401.10241.
     """
@@ -263,7 +253,7 @@ def zb_auto(
             if (ahead, lag) not in found:
                 one = spell_line("zb_auto", p, m, ahead.__getitem__, lag=lag.__getitem__)
                 found[ahead, lag] = one
-    return min(found.values(), key=lambda one: simulate(one, times, link, nbytes).period)
+    return min(found.values(), key=lambda one: simulate(one).period)
 
 
 def _ahead(cap: int, tenths: int, p: int, m: int, rank: int) -> int:

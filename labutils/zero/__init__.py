@@ -21,13 +21,13 @@ from labutils.zero.flat_parameter import FlatParameter
 from labutils.zero.optimizer import Optimizer
 from labutils.zero.order import step_timeline, unit_order
 from labutils.zero.partition import Partition, partition
-from labutils.zero.predict import largest_model, model_states, volume
+from labutils.zero.predict import model_states, volume
 from labutils.zero.reducer import Reducer
 from labutils.zero.sharded import ParamGroup, Sharded, gathered, shard
 from labutils.zero.snapshot import SnapshotError, load, save
 
 __all__ = [
     "FlatParameter", "Optimizer", "ParamGroup", "Partition", "Reducer", "Sharded", "SnapshotError",
-    "clip_grad_norm", "gathered", "largest_model", "load", "model_states", "partition", "save",
+    "clip_grad_norm", "gathered", "load", "model_states", "partition", "save",
     "shard", "step_timeline", "unit_order", "volume",
 ]  # fmt: skip

@@ -58,41 +58,10 @@ def model_states(
     Source: Rajbhandari et al. 1910.02054, figure 1 and table 1.
     """
     num_params = units.positive(num_params, "num_params")
-    each = _bytes_a_parameter(n, level, K, gradient_bytes)
-    return Ledger(
-        Line(name, round(size * Fraction(num_params)), component=name, axis="dp" * sharded)
-        for name, size, sharded in each
-    )
-
-
-def largest_model(
-    memory: int | float, n: int, level: int, *, K: int = 12, gradient_bytes: int = 2
-) -> float:
-    """Parameters of the largest model whose model states fill `memory` bytes on each of n devices.
-
-    Times the degree of model parallelism, if there is any.
-
-    >>> [round(largest_model(32 * units.GB, 64, level) / 1e9, 1) for level in (0, 1, 2, 3)]
-    [2.0, 7.6, 14.4, 128.0]
-
-    Source: Rajbhandari et al. 1910.02054, table 2.
-    """
-    memory = units.positive(memory, "memory", or_zero=True)
-    each = _bytes_a_parameter(n, level, K, gradient_bytes)
-    return float(Fraction(memory) / sum(size for _, size, _ in each))
-
-
-def _bytes_a_parameter(
-    n: int, level: int, K: int, gradient_bytes: int
-) -> list[tuple[str, Fraction, bool]]:
-    """Component, bytes on each device, whether it is divided: first the optimizer state is."""
     level, n = _level(level), units.whole(n, "n", 1)
-    sizes = [
-        ("weights", 2, 3),
-        ("gradients", units.whole(gradient_bytes, "gradient_bytes"), 2),
-        ("optimizer", units.whole(K, "K"), 1),
-    ]
-    return [
-        (name, Fraction(size, n if level >= first else 1), level >= first)
-        for name, size, first in sizes
-    ]
+    gradients, states = units.whole(gradient_bytes, "gradient_bytes"), units.whole(K, "K")
+    found, sizes = [], dict(weights=(2, 3), gradients=(gradients, 2), optimizer=(states, 1))
+    for name, (size, first) in sizes.items():  # and the level that first divides it
+        each = Fraction(size, n if level >= first else 1) * Fraction(num_params)
+        found.append(Line(name, round(each), component=name, axis="dp" * (level >= first)))
+    return Ledger(found)
