@@ -94,7 +94,28 @@ def test_formulas_are_the_dry_run_of_a_rank(stage):
     assert proof.shorter(PLAN, stage).micro_batches == 4 - stage
 
 
-def test_a_small_copy_sends_and_holds_what_its_dry_run_does():
-    few = proof.scaled(PLAN, 4)
-    assert (few.pp, few.tp, few.dp, few.gpus) == (2, 2, 1, 4)
-    assert proof.copy(MODEL, PLAN, "threads", 4) == [(0, 0)] * 4
+def test_what_eight_processes_send_and_hold_is_formula_and_dry_run():
+    few = proof.scaled(PLAN)
+    assert (few.pp, few.tp, few.dp, few.gpus, few.zero) == (2, 2, 2, 8, 1)
+    books = proof.copy(MODEL, PLAN)
+    assert books.unexplained == 0 and str(books).endswith("\nunexplained 0 B")
+    totals = [book.by("component") for book in books]
+    assert totals[0] == totals[1] == totals[2] and all(totals[0].values())
+    assert {line.component for line in books.formula if line.note} == {"fullest moment"}
+    assert set(totals[0]) == {
+        "weights", "gradients", "optimizer", "buffers", "activations", "fullest moment",
+        "sent over pp", "sent over tp", "sent over dp_cp", "sent over pp_dp_cp"
+    }  # fmt: skip
+    assert {line.rank for line in books.real} == set(range(8))
+
+
+def test_a_copy_says_what_has_no_formula_and_what_differs(monkeypatch):
+    mixture = replace(ModelConfig.named("mixtral-8x7b"), num_layers=2)
+    plan, sent = planner.Plan(pp=4, dp=2, micro_batches=8), predict.sent
+    books = proof.copy(mixture, plan, "threads", 2)
+    said = str(books).splitlines()
+    assert [line.split()[0] for line in said if "no formula" in line] == ["activations", "fullest"]
+    assert books.formula.diff(books.dry).unexplained == 0
+    monkeypatch.setattr(predict, "sent", lambda *asked: sent(*asked[:3], 1 - asked[3]))
+    books = proof.copy(MODEL, plan, "threads", 2)
+    assert books.dry.diff(books.real).unexplained == 0 < books.unexplained

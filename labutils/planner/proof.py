@@ -2,12 +2,17 @@
 processes in a scaled-down copy of the mesh: formula = dry run = real run, in bytes held and sent.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from labutils.config import ModelConfig
 from labutils.ledger import COMPONENTS, Diff, Ledger, Line
 from labutils.planner import stages
 from labutils.planner.work import PLANNED, Plan
+
+if TYPE_CHECKING:
+    from labutils.predict.rehearsal import Rehearsal
 
 
 def rank_of(plan: Plan, stage: int) -> int:
@@ -33,7 +38,7 @@ def dry(model: ModelConfig, plan: Plan, stage: int = 0) -> Diff:
 
     Cost: seconds; about a tenth for each layer and micro-batch of a 405B model.
     """
-    from labutils.predict.rehearsal import BATCH, rehearsal
+    from labutils.predict.rehearsal import rehearsal
 
     few = shorter(plan, stage)
     found = rehearsal(model, few.train(model), few.mesh, rank_of(few, stage))
@@ -41,11 +46,17 @@ def dry(model: ModelConfig, plan: Plan, stage: int = 0) -> Diff:
     for line in found.states:
         if line.component in held and line.name != "step":
             held[line.component] += line.amount
-    moments = found.history.only("activations").moments
-    most = max(sum(line.amount for line in m.ledger if line.name != BATCH) for m in moments)
     measured = [Line(name, n, name) for name, n in held.items()]
-    measured.append(Line("activations", most, "activations"))
+    measured.append(Line("activations", _kept(found), "activations"))
     return _formula(model, plan, stage).diff(Ledger(measured))
+
+
+def _kept(found: "Rehearsal") -> int:
+    """Bytes of activations at their most, without the batch."""
+    from labutils.predict.rehearsal import BATCH
+
+    moments = found.history.only("activations").moments
+    return max(sum(line.amount for line in m.ledger if line.name != BATCH) for m in moments)
 
 
 def _formula(model: ModelConfig, plan: Plan, stage: int) -> Ledger:
@@ -76,11 +87,40 @@ def small(model: ModelConfig, layers: int = 4) -> ModelConfig:
     return replace(model, **sizes, d_ff=16 * g, vocab_size=64, seq_len=32, name="")
 
 
-def copy(
-    model: ModelConfig, plan: Plan, engine: str = "processes", ranks: int = 8
-) -> list[tuple[int, int]]:
-    """Of each rank of the scaled-down copy: bytes by which what it sends, and what it holds after a
-    step, in a real run differ from its dry run. All are 0 where the proof holds."""
+class Books(NamedTuple):
+    """Bytes that all ranks send in a step, by axis, and hold after it, by component; of activations
+    at their most, and of everything at the fullest moment. Lines of `formula` with the note "dry
+    run" have no formula: `predict` asks a dry run."""
+
+    formula: Ledger
+    dry: Ledger
+    real: Ledger
+
+    @property
+    def unexplained(self) -> int:
+        """Bytes by which dry runs differ from formulas, and real ones from dry, line by line."""
+        return self.formula.diff(self.dry).unexplained + self.dry.diff(self.real).unexplained
+
+    def __str__(self) -> str:
+        totals = [book.by("component") for book in self]
+        asked = {line.component for line in self.formula if line.note}
+        rows = [("", "formula", "dry run", "real")]
+        for what in totals[0] | totals[1] | totals[2]:
+            formula, *others = (f"{total.get(what, 0):,} B" for total in totals)
+            rows.append((what, "no formula" if what in asked else formula, *others))
+        lines = [f"{what:18}" + "".join(map("{:>13}".format, cells)) for what, *cells in rows]
+        return "\n".join([*lines, f"unexplained {self.unexplained:,} B"])
+
+
+def copy(model: ModelConfig, plan: Plan, engine: str = "processes", ranks: int = 8) -> Books:
+    """A step of every rank of the scaled-down copy. Messages are paired: none is on its way while a
+    rank is asked what it holds.
+
+    Real tokens do not visit experts as evenly as a dry run's: fullest moments may differ then.
+
+    Cost: about ten seconds for eight processes.
+    """
+    from labutils import predict
     from labutils.predict.rehearsal import program, rehearsal
     from labutils.world import World
 
@@ -88,9 +128,25 @@ def copy(
     tiny = small(model, max(2, few.pp * few.chunks))
     train = few.train(tiny)
     with World(few.mesh, engine=engine) as world:
-        real = world.run(program, tiny, train)
-    foreseen = [rehearsal(tiny, train, few.mesh, rank) for rank in range(few.mesh.size)]
-    return [
-        (dry_.sent.diff(mine.sent).unexplained, dry_.states.diff(mine.states).unexplained)
-        for dry_, mine in zip(foreseen, real, strict=True)
-    ]
+        found = world.run(program, tiny, train, "paired")
+    books: tuple[list[Line], ...] = [], [], []
+    for rank, real in enumerate(found):
+        asked = tiny, train, few.mesh, rank
+        dry_, kept = rehearsal(*asked, "paired"), predict.activations(*asked)
+        note = "dry run" if any(line.note.startswith("dry run") for line in kept) else ""
+        totals = [Line("", kept.total, "activations", note=note)]
+        totals.append(Line("", dry_.history.peak.ledger.total, "fullest moment", note="dry run"))
+        books[0].extend(_book(rank, predict.sent(*asked), predict.states(*asked), totals))
+        for book, one in zip(books[1:], (dry_, real), strict=True):
+            most = _kept(one), one.history.peak.ledger.total
+            lines = [replace(x, amount=n) for x, n in zip(totals, most, strict=True)]
+            book.extend(_book(rank, one.sent, one.states, lines))
+    return Books(*map(Ledger, books))
+
+
+def _book(rank: int, sent: Ledger, states: Ledger, totals: Iterable[Line]) -> Iterator[Line]:
+    """All lines of a rank, under the components of `Books`."""
+    for line in (*states, *totals):
+        yield replace(line, rank=rank)
+    for line in sent:
+        yield replace(line, component=f"sent over {line.axis}", rank=rank)

@@ -512,11 +512,14 @@ proof.dry(dense, proven, stage=7)
 # %% [markdown]
 # ### Further: a copy of the mesh, for real
 #
-# A copy of the mesh, two ranks on every axis that is in use, takes a step of a small model of the same kind on eight local ranks. Bytes by which what each of them sends, and what it holds, differ from its dry run:
+# A copy of the mesh, two ranks on every axis that is in use, takes a step of a small model of the same kind: eight processes on this machine. What do all of them send and hold, by formula, in dry runs, and in truth?
 
 # %%
 print(proof.scaled(proven).mesh)
-proof.copy(dense, proven, engine="threads")
+print(proof.copy(dense, proven))
+
+# %% [markdown]
+# The last line adds up all differences, of every rank and every line. What is alive at the fullest moment comes and goes too fast for a formula: there a dry run stands against the real one alone. What the copy cannot show is size, and what Megatron-LM holds: this is the course's own code.
 
 # %% [markdown]
 # ## Which plan do you defend?
