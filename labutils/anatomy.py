@@ -64,11 +64,13 @@ class Policy:
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that autograd keeps: what it is, its shape in letters, bytes of an element."""
+    """A tensor that autograd keeps: its name, shape in letters, bytes of an element, and what it is
+    for a reader."""
 
-    what: str
+    name: str
     dims: str
     itemsize: int
+    what: str
 
 
 @dataclass(frozen=True)
@@ -132,16 +134,16 @@ def parts(model: Model, how: Policy = Policy()) -> tuple[Part, ...]:
         rows = (replace(p, name=p.name.replace("blocks", "dense")) for p in alone)
         block = (*rows, *(replace(p, name=p.name.replace("blocks", "sparse")) for p in block))
     if how.checkpointing == "full":
-        whole = Kept("input of the checkpointed block, sbh", "b s h", how.stream)
+        whole = Kept("residual", "b s h", how.stream, "input of the checkpointed block, sbh")
         block = (Part("blocks.*", keeps=(whole,)), *(replace(part, keeps=()) for part in block))
     head = _linear("head", "v h", how)
     loss = (
-        Kept("log-probabilities, sbv", "b s v", how.stream),
-        Kept("targets, sb", "b s", INDEX),
-        Kept("number of targets", "1", how.stream),
+        Kept("log-probabilities", "b s v", how.stream, "log-probabilities, sbv"),
+        Kept("targets", "b s", INDEX, "targets, sb"),
+        Kept("count", "1", how.stream, "number of targets"),
     )
     return (
-        Part("tokens", "v h", keeps=(Kept("token numbers, sb", "b s", INDEX),)),
+        Part("tokens", "v h", keeps=(Kept("tokens", "b s", INDEX, "token numbers, sb"),)),
         *([Part("positions", "s h")] if model.positions == "learned" else []),
         Part("dropout", keeps=_mask(model, "b s h", how.stream)),
         *block,
@@ -172,21 +174,25 @@ def _attention(at: str, model: Model, how: Policy) -> Iterator[Part]:
     yield _linear(f"{at}.value", "gd h", how, bias=bias, shared=shared)
     rope = model.positions == "rope"
     if rope and how.autocast:  # one table serves all layers, and goes by its name in the first
-        tables = Kept("half copies of cos and sin, for q and for k", "2 s d", how.compute)
+        what = "half copies of cos and sin, for q and for k"
+        tables = Kept("tables", "2 s d", how.compute, what)
         yield Part("blocks.0.attention.rotary", keeps=(tables,))
     plain, fused = how.attention == "plain", how.attention == "sdpa" and not model.dropout
     again = how.checkpointing == "selective"  # what is computed again keeps its inputs alone
     # PyTorch's fused CPU kernel has no dropout: it falls back on plain attention in fp32, keys and
     # values repeated for every head.
     width, heads = (how.compute, "g") if plain or fused or again else (FP32_BYTES, "a")
-    keeps = [Kept("queries", "b s a d", width)]
-    keeps += [Kept(what, f"b s {heads} d", width) for what in ("keys", "values")]
+    keeps = [Kept("queries", "b s a d", width, "queries")]
+    keeps += [Kept(name, f"b s {heads} d", width, name) for name in ("keys", "values")]
     if fused and not again:
-        keeps.append(Kept("output, sbh", "b s a d", how.compute))
-        keeps.append(Kept("log-sum-exp of each row of scores, asb", "b a s", FP32_BYTES))
+        rows = "log-sum-exp of each row of scores, asb"
+        keeps.append(Kept("output", "b s a d", how.compute, "output, sbh"))
+        keeps.append(Kept("log-sum-exp", "b a s", FP32_BYTES, rows))
     elif not again:
-        keeps.append(Kept("softmax of the scores, as²b", "b a s s", width))
-        keeps += _mask(model, "b a s s", width, "dropout mask, as²b", "softmax after dropout, as²b")
+        keeps.append(Kept("weights", "b a s s", width, "softmax of the scores, as²b"))
+        keeps += _mask(model, "b a s s", width, "dropout mask, as²b")
+        if model.dropout:
+            keeps.append(Kept("dropped", "b a s s", width, "softmax after dropout, as²b"))
     yield Part(at, products="2 s a d", keeps=tuple(keeps))  # q·kᵀ and softmax·v
     # The fused kernel lays its output out like its queries: as one row for each token, ready for
     # the next product, unless RoPE made them anew, heads outermost; with one head or one token the
@@ -224,12 +230,12 @@ def _feed_forward(
     linear = functools.partial(_linear, how=how, bias=bias, copies="E" if visits else "")
     if model.ffn == "gelu":
         yield linear(f"{at}.up", f"{f} h", reads=reads, shared=shared)
-        yield Part(at, keeps=(Kept("input of GELU, sbf", inner, how.compute),))
+        yield Part(at, keeps=(Kept("inner", inner, how.compute, "input of GELU, sbf"),))
     else:
         yield linear(f"{at}.gate", f"{f} h", reads=reads, shared=shared)
         yield linear(f"{at}.up", f"{f} h", reads=reads, shared=not how.autocast)
         three = "input of SiLU, its output, and the factor beside it, sbf each"
-        yield Part(at, keeps=(Kept(three, f"3 {inner}", how.compute),))
+        yield Part(at, keeps=(Kept("inner", f"3 {inner}", how.compute, three),))
     yield linear(f"{at}.down", f"h {f}", reads=inner)
 
 
@@ -237,12 +243,12 @@ def _experts(at: str, model: Model, how: Policy) -> Iterator[Part]:
     """Every token visits k experts: whatever the router chooses, together they see k·b·s tokens."""
     yield _linear(f"{at}.router", "E h", how)
     keeps = (
-        Kept("chosen experts", "k b s", INDEX),
-        Kept("softmax of their scores", "k b s", how.compute),
-        Kept("token and place of each visit", "2 k b s", INDEX),
-        Kept("weight of each visit", "k b s", how.compute),
-        Kept("outputs of the experts", "k b s h", how.compute),
-        Kept("the same, weighted", "k b s h", how.stream),
+        Kept("chosen", "k b s", INDEX, "chosen experts"),
+        Kept("scores", "k b s", how.compute, "softmax of their scores"),
+        Kept("visits", "2 k b s", INDEX, "token and place of each visit"),
+        Kept("weights", "k b s", how.compute, "weight of each visit"),
+        Kept("outputs", "k b s h", how.compute, "outputs of the experts"),
+        Kept("weighted", "k b s h", how.stream, "the same, weighted"),
     )
     yield Part(at, keeps=keeps)
     x, z = ("x", "z") if _own_experts(model) else ("f", "f")
@@ -258,12 +264,13 @@ def _own_experts(model: Model) -> bool:
 
 def _norm(name: str, model: Model, how: Policy) -> Part:
     if model.norm == "layernorm":
-        statistics = Kept("mean and 1/σ of each token", "2 b s", how.stream)
-        return Part(name, "h", "h", keeps=(Kept("input, sbh", "b s h", how.stream), statistics))
+        residual = Kept("residual", "b s h", how.stream, "input, sbh")
+        statistics = Kept("statistics", "2 b s", how.stream, "mean and 1/σ of each token")
+        return Part(name, "h", "h", keeps=(residual, statistics))
     keeps = (
-        Kept("input in fp32, sbh", "b s h", FP32_BYTES),
-        Kept("1/rms of each token", "b s", FP32_BYTES),
-        Kept("input / rms, sbh", "b s h", FP32_BYTES),
+        Kept("residual", "b s h", FP32_BYTES, "input in fp32, sbh"),
+        Kept("statistics", "b s", FP32_BYTES, "1/rms of each token"),
+        Kept("normalized", "b s h", FP32_BYTES, "input / rms, sbh"),
     )
     return Part(name, "h", keeps=keeps)
 
@@ -280,16 +287,18 @@ def _linear(
 ) -> Part:
     """A linear layer, which keeps its input unless that is `shared` with a tensor already kept;
     autocast adds a half copy of each of its weights."""
-    keeps: tuple[Kept, ...] = () if shared else (Kept("input", reads, how.compute),)
+    keeps: tuple[Kept, ...] = () if shared else (Kept("input", reads, how.compute, "input"),)
     if how.autocast:
-        keeps += (Kept("half copy of the weight", f"{copies} {weight}", how.compute),)
+        what = "half copy of the weight"
+        keeps += (Kept("copy", f"{copies} {weight}", how.compute, what),)
     return Part(name, weight, weight.split()[0] if bias else "", products=weight, keeps=keeps)
 
 
-def _mask(model: Model, dims: str, width: int, *whats: str) -> tuple[Kept, ...]:
-    """Dropout's mask, which a CPU keeps in the dtype of what it masks, and what else it brings."""
-    whats = whats or ("dropout mask, sbh",)
-    return tuple(Kept(what, dims, width) for what in whats) if model.dropout else ()
+def _mask(
+    model: Model, dims: str, width: int, what: str = "dropout mask, sbh"
+) -> tuple[Kept, ...]:
+    """Dropout's mask, which a CPU keeps in the dtype of what it masks."""
+    return (Kept("mask", dims, width, what),) if model.dropout else ()
 
 
 # ── sums over it ──────────────────────────────────────────────────────────────────────────────────

@@ -111,7 +111,7 @@ def saved(
 
 def _needed(norm: anatomy.Part) -> tuple[anatomy.Kept, ...]:
     """What the gradient of a norm's input needs; its weight is frozen."""
-    return tuple(kept for kept in norm.keeps if not kept.what.startswith("input / rms"))
+    return tuple(kept for kept in norm.keeps if kept.name != "normalized")
 
 
 def _kept(step: "_Step", how: anatomy.Policy, seen: set) -> Iterator[anatomy.Kept]:
@@ -125,19 +125,19 @@ def _kept(step: "_Step", how: anatomy.Policy, seen: set) -> Iterator[anatomy.Kep
         needed = depends["up"] + 2 * depends.get("gate", 0)  # of SiLU and the product behind it
         if needed:
             what = "input of GELU, or of SiLU and its product"
-            yield anatomy.Kept(what, f"{needed} b s f", width)
+            yield anatomy.Kept("inner", f"{needed} b s f", width, what)
     elif step.mine:
         d, k = part.weight.split()
         shared = word == "output" and not part.keeps and any(step.qkv)
         group = step.layer, word if word in ("output", "down") else part.group
         if not shared and group not in seen:
-            yield anatomy.Kept("input", f"b s {k}", width)
+            yield anatomy.Kept("input", f"b s {k}", width, "input")
         seen.add(group)
-        yield anatomy.Kept("(α/r)·A·x", "b s r", width)
+        yield anatomy.Kept("low", "b s r", width, "(α/r)·A·x")
         if width < anatomy.FP32_BYTES:
-            yield anatomy.Kept("half copy of B", f"{d} r", width)
+            yield anatomy.Kept("copy", f"{d} r", width, "half copy of B")
             if step.reads:
-                yield anatomy.Kept("half copy of A", f"r {k}", width)
+                yield anatomy.Kept("copy", f"r {k}", width, "half copy of A")
 
 
 # ── what depends on an adapter, and so has a gradient ─────────────────────────────────────────────

@@ -307,8 +307,8 @@ def _of_token(model: ModelConfig, again: str) -> dict[str, int]:
     how, found = anatomy.Policy(BF16_BYTES, BF16_BYTES, "sdpa", again), {"layers": 0, "head": 0}
     sizes = anatomy.letters(model) | {"b": 1, "s": 1}
     for name, tensor in anatomy.kept(replace(model, num_layers=1), how):
-        apart = tensor.dims == "1" or tensor.what in ("token numbers, sb", "targets, sb")
-        if not apart:  # the batch is there anyway, and the number of targets is one
+        # The batch is there anyway, and the number of targets is one.
+        if tensor.name not in ("count", "tokens", "targets"):
             part = "layers" if name.startswith("blocks.") else "head"
             found[part] += anatomy.size(tensor.dims, sizes) * tensor.itemsize
     return found

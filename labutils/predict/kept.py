@@ -10,7 +10,7 @@ from labutils.anatomy import INDEX
 from labutils.ledger import Ledger, Line
 from labutils.predict.inventory import Here
 
-_BATCH = {"token numbers, sb", "targets, sb"}  # views of the batch, which is there anyway
+_BATCH = {"tokens", "targets"}  # views of the batch, which is there anyway
 
 
 def why_dry(here: Here) -> str:
@@ -71,12 +71,12 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
         if ".".join(name.split(".")[: 1 + name.startswith("blocks")]) not in own:
             continue
         itemsize = 8 if here.stream == 8 else tensor.itemsize
-        if tensor.dims == "1" and mesh.tp > 1:  # a count, which half formats cannot make
+        if tensor.name == "count" and mesh.tp > 1:  # which half formats cannot make
             itemsize = max(4, itemsize)
         nbytes = whole(tensor.dims) * itemsize
         if train.sequence and not set(tensor.dims) & set(anatomy.SPLITS["tp"]):
             nbytes //= mesh.tp if name != "outside" else 1
-        if tensor.what in _BATCH:
+        if tensor.name in _BATCH:
             continue
         yield Line(name, nbytes, "activations", note=tensor.what)
     if _casts_tables(here) and train.checkpointing != "full":

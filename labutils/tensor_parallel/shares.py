@@ -6,12 +6,12 @@ from labutils import anatomy
 from labutils.config import ModelConfig
 
 _SHORT = {
-    "input, sbh": "norm",
+    "residual": "norm",
     "queries": "q",
     "keys": "k",
     "values": "v",
-    "output, sbh": "heads",
-    "input of GELU, sbf": "GELU",
+    "output": "heads",
+    "inner": "GELU",
 }
 
 
@@ -25,7 +25,7 @@ def layer_shares(model: ModelConfig, sequence: bool = False) -> list[tuple[str, 
         part = at.rpartition(".")[2]
         if not at.startswith("blocks") or not tensor.dims.startswith(("b s", " b s")):
             continue
-        name, (_, _, *width) = _SHORT.get(tensor.what, part), tensor.dims.split()
+        name, (_, _, *width) = _SHORT.get(tensor.name, part), tensor.dims.split()
         cut = "h" if set(width) & set(anatomy.SPLITS["tp"]) else "s" * sequence
         found.append((name, anatomy.size("".join(width), sizes) / model.d_model, cut))
         found += [(travels[name], 0.0, "")] if name in travels else []

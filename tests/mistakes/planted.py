@@ -31,9 +31,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("if model.shared_expert:", "if False:"),
         ('part.copies.replace("E", "k")', "part.copies"),
         ('yield Part(at, products="2 s a d"', 'yield Part(at, products="s a d"'),
-        ('"log-sum-exp of each row of scores, asb", "b a s", FP32', '"log-sum-exp of each row of scores, asb", "b a s", how.compute'),
+        ('"log-sum-exp", "b a s", FP32_BYTES', '"log-sum-exp", "b a s", how.compute'),
         ("whole = model.bias is True", "whole = bool(model.bias)"),
-        ('Kept("chosen experts", "k b s", INDEX)', 'Kept("chosen experts", "k b s", FP32)'),
+        ('Kept("chosen", "k b s", INDEX', 'Kept("chosen", "k b s", FP32_BYTES'),
     ],
     ("ledger", "test_ledger test_survivors"): [
         ("sum(abs(row.unexplained) for row", "sum(row.unexplained for row"),
@@ -313,8 +313,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("for piece in by_row[:steps]]", "for piece in by_row]"),
     ],
     ("teach/rigs/tensor_parallel", "test_tensor_parallel"): [
-        ('(2 if "mask" in line.note else 1)', "1"),
-        ('and "1/σ" not in line.note', "and True"),
+        ('(2 if names.get(line.note) == "mask" else 1)', "1"),
+        ('and names.get(line.note) != "statistics"', "and True"),
         ("GPT(config).to(dtype)", "GPT(config)"),
     ],
     ("lora/layers", "test_lora"): [
@@ -347,12 +347,12 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("step.reads * (base + k) + d", "base + k + d"),
         ("(query + key + value + (query or key))", "4"),
         ('depends["up"] + 2 * depends.get("gate", 0)', '2 * depends["up"] + depends.get("gate", 0)'),
-        ('if not kept.what.startswith("input / rms")', "if kept"),
+        ('if kept.name != "normalized"', "if kept"),
         ("if not shared and group not in seen:", "if group not in seen:"),
         ("            if step.reads:\n", "            if True:\n"),
     ],
     ("teach/rigs/lora", "test_lora"): [
-        ("if line.note != gone", "if line"),
+        ("if line.note not in gone", "if line"),
         ("if lr <= best", "if lr < best"),
         ("sign * (now.value - before)", "now.value - before"),
     ],

@@ -385,11 +385,11 @@ def _examined(attempt: Callable, name: str) -> str:
         raise Failed(f"{name}: you returned {plan!r}", "Return a planner.Plan.")
     said = planner.why(every, plan)
     line = f"{name}: {plans.text_of(plan)}"
-    if said.startswith("illegal"):
+    if plans.illegal(job, plan):
         raise Failed(f"{line}: {said}", "Divide the GPUs and the batch without remainder.")
-    if said.startswith("does not fit"):
-        raise Failed(f"{line}: {said}", "Share out what is largest, or hold fewer micro-batches.")
     mine, best = planner.estimate(job, plan), every.fastest
+    if not mine.fits:
+        raise Failed(f"{line}: {said}", "Share out what is largest, or hold fewer micro-batches.")
     if mine.seconds > best.seconds * (1 + TIE):
         raise Failed(f"{line}: {said}", _advice(mine, best))
     lost = mine.seconds / best.seconds - 1

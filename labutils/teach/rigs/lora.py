@@ -68,8 +68,9 @@ def at_the_loss(
         "the loss and its gradient": 2 * width,
     }.items():
         lines.append(Line(name, nbytes, component="buffers"))
-    gone = "number of targets"  # the mean has had its gradient
-    return Ledger([*lines, *(line for line in kept if line.note != gone)])
+    loss = anatomy.parts(model)[-1]
+    gone = {each.what for each in loss.keeps if each.name == "count"}  # the mean has its gradient
+    return Ledger([*lines, *(line for line in kept if line.note not in gone)])
 
 
 def peak_of_all_layers(model: ModelConfig, run: Callable[..., History]) -> Ledger:

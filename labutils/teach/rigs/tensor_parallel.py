@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from labutils import collectives, measure, predict, tensor_parallel, units
+from labutils import anatomy, collectives, measure, predict, tensor_parallel, units
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.model import GPT
@@ -145,8 +145,9 @@ def at_full_size(
         dry = alone.run(_keep, config, micro_batch, True, torch.bfloat16, rank=rank)
     bf16 = TrainConfig(micro_batch=micro_batch, global_batch=micro_batch, sequence=True)
     formula = _kept(config, bf16, n)
-    counted = 0.0
+    tensors = anatomy.kept(config, anatomy.Policy())
+    names, counted = {tensor.what: tensor.name for _, tensor in tensors}, 0.0
     for line in formula:
-        if line.name.startswith("blocks.") and "1/σ" not in line.note:
-            counted += line.amount / (2 if "mask" in line.note else 1)
+        if line.name.startswith("blocks.") and names.get(line.note) != "statistics":
+            counted += line.amount / (2 if names.get(line.note) == "mask" else 1)
     return dry, formula.diff(dry).unexplained, counted / config.num_layers
