@@ -348,14 +348,11 @@ def small_steps_are_a_large_one(k: int = 32) -> float:
     return (ends[0] - ends[1]).abs().max().item()
 
 
-def busiest_experts(first: bool = False) -> tuple[float, ...] | float:
+def busiest_experts() -> tuple[float, ...]:
     """Visits of the busiest expert over the mean, at the end of recorded runs: left alone, with
-    equally frequent words, and with a balance loss; or, left alone, in the first ten steps."""
-    rig, ways = rigs.expert_parallel, ("nothing", "words equally frequent", "α = 0.1")
-    if first:
-        runs = [run["busiest"][0] for run in rig.routing_record()["runs"]["nothing"]]
-        return round(sum(runs) / len(runs), 1)
-    found = [rig.ends(way, "busiest") for way in ways]
+    equally frequent words, and with a balance loss."""
+    ways = ("nothing", "words equally frequent", "α = 0.1")
+    found = [rigs.expert_parallel.ends(way, "busiest") for way in ways]
     return tuple(round(sum(each) / len(each), 1) for each in found)
 
 

@@ -3,7 +3,7 @@
 #
 # **A layer has many experts, and every token visits a few of them. If each rank holds only some experts, what travels, who waits for whom, and who averages which gradients?**
 #
-# *85 min, and 40 further · before this: labs 07, 08 and 09 · needs a laptop, no GPU and no network*
+# *90 min, and 45 further · before this: labs 07, 08 and 09 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -246,7 +246,7 @@ for axis in ("dp", "ep", "edp"):
 # Attention, norms, embeddings, the router and a shared expert are on all ranks of `dp`, so their gradients are averaged over `dp`. An expert is on the ranks of `edp` alone: of N_d data-parallel ranks, N_d/N_e.
 #
 # Its gradient has come from all tokens of its block already. Each rank's loss is a mean over its own tokens, so the sum over a block is N_e times a mean. The backward pass of `combine` divides by N_e before gradients reach the experts; that of
-# `dispatch` multiplies by N_e again, for the tokens. Then everybody divides by the size of its own group:
+# `dispatch` multiplies by N_e again, for the tokens. Then each group divides by its own size:
 
 # %%
 show(expert_parallel.reduce_gradients)
@@ -255,7 +255,7 @@ show(expert_parallel.reduce_gradients)
 compare(World(mesh).run(spread), whole)
 
 # %% [markdown]
-# The mean over the wrong group has the right shape and raises no error by itself: on rank 0 expert 0, on rank 1 expert 3 are the first in the list.
+# The mean over the wrong group has the right shape and raises no error by itself: the first expert of rank 0 is number 0, that of rank 1 number 3, and on both ranks it is called `experts.0`.
 
 # %% [markdown]
 # ### Further: what does a rank hold?
@@ -299,9 +299,12 @@ in_a_step = Ledger(line for line in dry.ledger if line.name != "broadcast")
 formulas.sent(full, masters, cluster, rank=43).diff(in_a_step)
 
 # %% [markdown]
+# Seven eighths of it are gradients: they are held in bf16, 14.5 GB, but summed in fp32 (lab 08). With 4,096 tokens per rank, averaging the experts costs five times as many bytes as their all-to-alls. (`dp_cp` and `pp_dp_cp` are products of axes, of which here only dp has more than one rank.)
+
+# %% [markdown]
 # ## What if all tokens want the same expert?
 #
-# The model of the first picture learns a synthetic language of 16 words from scratch. The next word hangs on the last two *together*, so that it takes a feed-forward layer to guess it. Few words are frequent. With k = 2 of
+# The model of the first picture learns a synthetic language of 16 words from scratch. The next word depends on the last two *together*, so that it takes a feed-forward layer to guess it. Few words are frequent. With k = 2 of
 # 8 the busiest expert can have at most four times the mean.
 #
 # > How many times the mean does it have in the last 50 of 300 steps, on average over eight seeds?
@@ -330,9 +333,16 @@ for way in ("nothing", "words equally frequent", "α = 0.1"):
     print(f"{way:22} {sum(ends(way, 'busiest')) / 8:.1f} times the mean")
 
 # %% [markdown]
-# (Of experts drawn by chance the busiest has 1.2 times the mean in a batch of this size.) Either is enough to lose most of the skew ("α = 0.1" is a loss that asks for balance, explained below). So it takes both causes. Training does not make the skew, it only fails to remove it: in the first ten steps the busiest expert has 3.0 times the mean. These are the words of the last step, with
-# nothing for balance:
-#   <!-- claim: claims.busiest_experts(first=True) == 3.0 -->
+# (Of experts drawn by chance the busiest has 1.2 times the mean in a batch of this size.) Either is enough to lose most of the skew ("α = 0.1" is a loss that asks for balance, explained below). So it takes both causes. When does the skew come?
+
+# %%
+for skewed in (True, False):
+    runs = [one.run(learn, seed, skewed=skewed, steps=4)[0].busiest for seed in range(8)]
+    first, *_, fourth = (sum(step) / 8 for step in zip(*runs, strict=True))
+    print(f"words {'un' * skewed}evenly frequent: {first:.1f} in step 1, {fourth:.1f} in step 4")
+
+# %% [markdown]
+# Training makes it, within four steps, and hardly where words are evenly frequent. Then it slowly falls. These are the words of the last step, with nothing for balance:
 
 # %%
 by_word = record["nothing"][0]["words"]
@@ -341,16 +351,16 @@ names = [*(f"word {i}" for i in range(5)), "11 others"]
 plots.visits([*by_word[:5], rare], names=names)
 
 # %% [markdown]
-# Most words have two or three experts, wherever they stand, and the rare words go where frequent ones go. In this run two experts of eight learn next to nothing.
+# In this run most words have two or three experts, whatever stands before them (two are the fewest that k = 2 allows), and the rare words go where frequent ones go. Two experts of eight learn next to nothing.
 
 # %% [markdown]
 # **A balance loss** is added to the loss, times α:
 #
 # $$ E\sum_e f_e\,P_e, \qquad f_e = \text{share of visits}, \quad P_e = \text{mean probability}. $$
 #
-# It is 1 where both are even, and E/k where all tokens want the same k experts, with certainty. Counting has no gradient: it flows through P, and lowers the probability of the experts whose f is high.
+# It is 1 where both are even, and E/k where all tokens want the same k experts and the router is certain of them. Counting has no gradient: it flows through P, and lowers the probability of the experts whose f is high.
 #
-# **A bias** touches no gradient (DeepSeek-V3). After each step it falls by γ for every expert that was asked for more often than the mean, and rises by γ for the others; it chooses experts and weighs nothing. Its runs have sigmoid
+# **A bias** touches no gradient (DeepSeek-V3). After each step it falls by γ (0.01 in these runs, 0.001 in DeepSeek-V3) for every expert that was asked for more often than the mean, and rises by γ for the others; it chooses experts and weighs nothing. Its runs have sigmoid
 # scores.
 
 # %%
@@ -371,7 +381,7 @@ for way in ("sigmoid scores", *ways[1:]):
     print(f"{way:15}", *(f"{times:.1f}" for times in ends(way, "busiest")))
 
 # %% [markdown]
-# Sigmoid scores with the bias left at 0 cure nothing, so it is the bias that does it. And α is a number to look for: 0.01, which large models take, leaves some seeds here with twice the mean after 300 steps. Their runs are a thousand times longer.
+# Sigmoid scores with the bias left at 0 cure nothing, so it is the bias that does it. And α has to be tuned: 0.01, which Switch Transformers took, leaves some seeds here with twice the mean after 300 steps. Their runs are a thousand times longer.
 
 # %% [markdown]
 # ### Further: what does dropping cost?
@@ -393,11 +403,13 @@ reveal("dropping/visits", percent=round(100 * lost))
 # %%
 for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for nothing"):
     dropped, (more, error) = ends(way, "dropped"), rigs.expert_parallel.worse(way)
-    print(f"{way:18} dropped {sum(dropped) / 8:4.0%}   loss {more:+.2f} ± {error:.2f}")
+    pairs = zip(ends(way, "loss"), ends("nothing", "loss"), strict=True)
+    print(f"{way:18} dropped {sum(dropped) / 8:4.0%}", end="")
+    print(f"   loss {more:+.2f} ± {error:.2f}, higher in {sum(a > b for a, b in pairs)} of 8")
 
 # %% [markdown]
 # In this language experts are worth a third of a nat, in every seed: a loss would show it if dropping did much harm. With nothing for balance more than a quarter of all visits is lost, and the loss is 0.06 ± 0.05 higher: worse in six seeds of eight, and not yet beyond chance.
-# With a balance loss there is next to nothing to drop. What balance buys for certain is time: with twice the visits on one expert a layer takes nearly twice as long (the section on the all-to-all, below).
+# With a balance loss there is next to nothing to drop. What balance buys for certain is time: with twice the visits on one *rank* a layer takes nearly twice as long (the section on the all-to-all, below).
 
 # %% [markdown]
 # ### Further: what holds a router's logits?
@@ -488,11 +500,11 @@ for what, (seconds, nbytes) in steps.items():
     print(f"{what:34} {seconds / (nbytes / bw):.2f} : 1")
 
 # %% [markdown]
-# All but the last row are of a forward pass. Backward, products take twice as long, attention's scores 2.5 times (lab 06), and as many rows travel. **Only the whole step comes to the published ratio**: 0.96 : 1, if products in 8 bits reach the same share of their peak as those in bf16.
+# All but the last row are of a forward pass. Backward, products take twice as long, attention's scores 2.5 times (lab 06), and as many rows travel. **With all of these changes a forward pass is at 0.61 : 1, and a whole step at 0.96 : 1**, if products in 8 bits reach the same share of their peak as those in bf16. (The fourth row is as near to 1 : 1, for fewer reasons: agreement makes the ratio plausible, and proves no single change.)
 # So an H100 loses half of the time on such a layer across nodes, unless something else is computed meanwhile. That is what DualPipe is for (lab 13b).
 
 # %% [markdown]
-# The forward pass of the experts of one layer of Mixtral on eight of those H100s, 4,096 tokens each (attention is left out). "In halves" sends
+# The forward pass of the experts of one layer of Mixtral on eight H100s, one expert and 4,096 tokens each (attention is left out). "In halves" sends
 # one half of the tokens while the other is computed:
 
 
@@ -519,7 +531,7 @@ plots.overlap(
 )
 
 # %% [markdown]
-# In halves the first dispatch and the last combine have nothing to hide behind. Rows travel twice, so experts hide both ways only from twice that width on; narrower ones leave the rest exposed, however finely you cut.
+# In halves the first dispatch and the last combine have nothing to hide behind. Rows travel twice, so experts hide both ways only from 2·F/(3·bw) on, 10,020 between nodes; narrower ones leave the rest exposed, however finely you cut.
 #
 # > Now one expert of eight gets twice the mean, the others share the rest. How many times as long does the layer take, on NVLink?
 
@@ -542,7 +554,17 @@ plots.overlap(
 )
 
 # %% [markdown]
-# The total does not grow; the rank of the busy expert computes twice as much, and all wait for it.
+# The total does not grow; the rank of the busy expert computes twice as much, and all wait for it. With eight experts on each rank in place of one, the same expert is an eighth of its rank's work:
+
+# %%
+many = replace(full, num_layers=1, num_experts=64)
+shares = [[128] * 64, [256, *[126] * 62, 124]]
+how, timed = dict(flops=flops, link=NVLINK), expert_parallel.routed_timeline
+alike, busy = (timed(many, [share] * 8, **how).makespan for share in shares)
+print(f"{busy / alike:.2f} times as long")
+
+# %% [markdown]
+# What counts is the busiest *rank*, and many experts on it even out.
 
 # %% [markdown]
 # ### Turn the knobs
@@ -628,7 +650,7 @@ hint("expert_parallel/bug-hunt", 1)
 #
 # torchtitan 0.2.2 has `parallelism.expert_parallel_degree`. As here, it takes no ranks of its own: it cuts those of FSDP, context and, where `parallelism.expert_tensor_parallel_degree` is 1, tensor parallelism into blocks.
 #
-# DeepSeek-V3 does send tokens between nodes, to at most four: a row crosses to a node once and spreads there over NVLink, 3.2 times as fast (160 against 50 GB/s).
+# DeepSeek-V3 does send tokens between nodes, to at most four: a row crosses to a node once and spreads there over NVLink, 3.2 times as fast (160 against 50 GB/s: its cards are H800s, with less than half of an H100's NVLink).
 
 # %% [markdown]
 # ## Errata
@@ -652,14 +674,14 @@ hint("expert_parallel/bug-hunt", 1)
 # > - A layer takes five all-to-alls per step: counts, dispatch, combine, and two backward. Each of rows carries (N_e − 1)/N_e · k·b·s·h numbers if routing is even.
 # > - Experts are averaged over N_d/N_e ranks, all else over N_d; here, where `combine` has divided by N_e. Megatron-LM averages over the same ranks and divides by N_e itself. The wrong group has the right shape.
 # >   <!-- claim: [len(config.Mesh(dp=64, ep=8).group(43, axis)) for axis in ("edp", "dp")] == [8, 64] -->
-# > - Experts are unevenly busy where words are unevenly frequent and nothing in the loss asks for balance: here 2.4 times the mean, 1.5 with equally frequent words, 1.3 with a balance loss of α = 0.1.
+# > - Experts grow unevenly busy where words are unevenly frequent and nothing in the loss asks for balance: here 2.4 times the mean, 1.5 with equally frequent words, 1.3 with a balance loss of α = 0.1.
 # >   <!-- claim: claims.busiest_experts() == (2.4, 1.5, 1.3) -->
 # > - Expert parallelism divides experts by N_e, and nothing else: Mixtral in bf16 with fp32 masters holds 116 GB per rank in blocks of 8, on 8 ranks and on 64.
 # >   <!-- claim: [round(predict.states(config.ModelConfig.named("mixtral-8x7b"), config.TrainConfig(micro_batch=1, global_batch=n), config.Mesh(dp=n, ep=8)).total / 1e9) for n in (8, 64)] == [116, 116] -->
 # > - Choosing has no gradient. The router learns through weights, and from a balance loss through P.
 # > - Forward, experts compute as long as their rows travel one way if f = FLOP/s/(3·bw): 557 on an H100's NVLink, 5,010 between nodes. Over a step, and for all ways, it takes 4/3 of that.
 # >   <!-- claim: (lambda h: [round(h.rate() / (3 * link.bandwidth)) for link in (h.inside, h.network)])(config.Hardware.named("H100")) == [557, 5010] -->
-# > - A layer is as slow as its busiest rank: twice the visits, nearly twice the time.
+# > - A layer is as slow as its busiest rank: twice the visits on one rank, nearly twice the time; twice the visits on one expert of eight there, a tenth more.
 #
 # Next: [lab 13a](13a_pipelines.ipynb) cuts the model between its layers.
 
