@@ -87,9 +87,9 @@ def activate(module: nn.Module, name: str | None) -> None:
     """Compute with the adapters of that name, which alone are trained, or with none; layers without
     one of that name compute alone."""
     layers = adapted(module).values()
-    known = {each for layer in layers for each in layer.adapters}
+    known = sorted({each for layer in layers for each in layer.adapters})
     if name is not None and name not in known:
-        raise ValueError(f"no layer has an adapter {name!r}: the module has {sorted(known)}")
+        raise ValueError(f"no layer has an adapter {name!r}: the module has {known}")
     for layer in layers:
         layer.activate(name if name in layer.adapters else None)
 
