@@ -32,9 +32,13 @@ class Line:
 
     def __post_init__(self) -> None:
         wholes = type(self.amount) is type(self.count) is int and self.count >= 0
-        if wholes and type(self.name) is str:
+        texts = type(self.name) is type(self.component) is type(self.axis) is type(self.note) is str
+        if wholes and texts and (self.rank is None or type(self.rank) is int):
             return  # as almost all are, of a million
-        units.instance(self.name, str, "a Line's name")
+        for key in ("name", "component", "axis", "note"):
+            units.instance(getattr(self, key), str, f"a Line's {key}")
+        if self.rank is not None:
+            object.__setattr__(self, "rank", units.whole(self.rank, f"{self.name!r}: rank"))
         if not units.is_whole(self.amount):
             whole = f"bytes come in whole numbers, got {self.amount!r}; round it where you know why"
             raise TypeError(f"{self.name!r}: {whole}")

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from labutils import randomness, units
@@ -186,6 +187,17 @@ class Dropout(nn.Dropout):
         return randomness.dropout(x, self.p, self.training, generator)
 
 
+class Embedding(nn.Embedding):
+    """PyTorch's embedding. IndexError for a token that is no word, by its number."""
+
+    def forward(self, tokens: Int[Tensor, "..."]) -> Float[Tensor, "... h"]:
+        try:
+            return super().forward(tokens)
+        except IndexError:  # looked for only now: a step costs nothing more
+            check_words("token", tokens, self.num_embeddings)
+            raise
+
+
 class Block(nn.Module):
     """One layer: each half reads the normalized residual stream and adds to it (pre-norm)."""
 
@@ -245,7 +257,7 @@ class GPT(nn.Module):
     def _build(self, attend: Attend) -> None:
         config = self.config
         h, L, s, v = config.letters("h L s v")
-        self.tokens = nn.Embedding(v, h)
+        self.tokens = Embedding(v, h)
         self.positions = nn.Embedding(s, h) if config.positions == "learned" else None
         # One table, shared by all layers.
         rotary = Rotary(s, config.d_head) if config.positions == "rope" else None
@@ -305,7 +317,40 @@ class GPT(nn.Module):
 
     def loss(self, tokens: Int[Tensor, "b s"], targets: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
         """Mean cross-entropy in nats per token; a target of −100 counts for nothing."""
-        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+        return cross_entropy(self(tokens), targets)
+
+
+def cross_entropy(
+    logits: Float[Tensor, "*tokens v"], targets: Int[Tensor, "*tokens"], reduction: str = "mean"
+) -> Float[Tensor, "..."]:
+    """Cross-entropy in nats; a target of −100 counts for nothing.
+
+    reduction: "mean" or "sum" over the targets, or "none": [tokens]
+
+    Raises IndexError for a target that is no word.
+    """
+    try:
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
+    except IndexError:
+        check_words("target", targets, logits.shape[-1], IGNORED)
+        raise
+
+
+def check_words(what: str, words: Tensor, v: int, ignored: int = 0) -> None:
+    """Raises IndexError for a number that is none of v words.
+
+    On a GPU it is an assertion there, for which nobody waits; fake tensors have no values.
+    """
+    if isinstance(words, FakeTensor) or words.is_meta or not words.numel():
+        return
+    wrong = ((words < 0) | (words >= v)) & (words != ignored)
+    if words.is_cuda:
+        torch._assert_async(~wrong.any(), f"a {what} is none of {v} words")
+    elif wrong.any():
+        first = words[wrong][0].item()
+        remedy = f"use 0 … {v - 1}; do tokenizer and model belong together?"
+        found = f"{what} {first} is not in the vocabulary of {v} words"
+        raise IndexError(f"{found}: {remedy}") from None
 
 
 class _Undrawn(TorchFunctionMode):

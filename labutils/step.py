@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labutils import (
@@ -32,7 +31,7 @@ from labutils import (
     zero,
 )
 from labutils.config import Mesh, ModelConfig, TrainConfig
-from labutils.model import ATTEND, GPT, IGNORED, Block
+from labutils.model import ATTEND, GPT, IGNORED, Block, cross_entropy
 from labutils.world import Comm, Rank
 
 Batch = tuple[Tensor, Tensor]  # tokens [b, s] and targets [b, s]
@@ -333,7 +332,7 @@ class RankStep:
         else:
             if self.train.autocast:  # which computes losses in fp32
                 logits = logits.float()
-            each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+            each = cross_entropy(logits, targets, reduction="none")
             wide = torch.promote_types(each.dtype, torch.float32)  # fp16 ends at 65,504
             total = each.sum(dtype=wide)
         return total / (targets != IGNORED).sum().clamp(min=1)

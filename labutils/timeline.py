@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from labutils import units
 from labutils.ledger import Ledger
 
 # Kinds of spans that communicate; all others compute, or are held. In a whole step on a mesh they
@@ -153,6 +154,8 @@ class History:
         object.__setattr__(self, "moments", tuple(moments))
         if not self.moments:
             raise ValueError("a History needs at least one Moment: nothing was recorded")
+        for moment in self.moments:
+            units.instance(moment, Moment, "History")
 
     def only(self, *components: str) -> "History":
         """The same moments, and of what is alive only these components."""

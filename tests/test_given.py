@@ -21,6 +21,7 @@ from labutils import accumulation
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Line
 from labutils.model import GPT
+from labutils.timeline import History
 from labutils.world import World
 
 TINY = ModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, vocab_size=6, seq_len=4)
@@ -120,6 +121,10 @@ CALLS = [  # `x` stands where a module, a schedule or a config belongs
     ("accumulation.gradient_buffer(x or 3).__enter__()", "gradient_buffer takes an Iterable, got 3"),
     ("accumulation.gradient_buffer([x]).__enter__()", "gradient_buffer takes a Parameter"),
     ("Line(x, 1)", "a Line's name takes a str"),
+    ("Line('a', 1, x or 3)", "a Line's component takes a str, got 3"),
+    ("Line('a', 1, axis=x or 3)", "a Line's axis takes a str, got 3"),
+    ("Line('a', 1, note=x or 3)", "a Line's note takes a str, got 3"),
+    ("History([x])", "History takes a Moment"),
     ("TrainConfig(micro_batch=1, global_batch=1, frozen=x or 3)", "frozen takes a tuple of names"),
     ("TrainConfig(micro_batch=1, global_batch=1, frozen=[x])", "a name in frozen takes a str"),
     ("TrainConfig(micro_batch=1, global_batch=1, layers=x or 3)", "layers takes an Iterable, got 3"),
@@ -193,6 +198,20 @@ def test_what_is_no_name_is_named_with_those_that_there_are(answers, call, wante
     said = answers[call, given]
     given = "['a']" if " or ['a']" in call and given != "3" else given
     assert said.startswith(("ValueError", "TypeError")) and wanted.format(given) in said, said
+
+
+@pytest.mark.parametrize("name", ["bool", "int64", "complex64"])
+def test_what_is_no_float_is_not_rounded(name):
+    """True would become 1.0, and come back as what it never was."""
+    import torch
+
+    from labutils import quantization
+
+    x = torch.ones(4).to(getattr(torch, name))
+    said = f"rounds floating-point numbers, got {name}: pass x.float()"
+    for call in (quantization.to_nf4, lambda x: quantization.quantize(x, "int8")):
+        with pytest.raises(TypeError, match=said):
+            call(x)
 
 
 def test_a_module_that_is_whole_has_no_shards_to_gather():

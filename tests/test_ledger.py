@@ -78,6 +78,7 @@ def test_text_and_html_end_with_what_is_unexplained():
     "call, message",
     [
         (lambda: Line("a", 1.5), "'a': bytes come in whole numbers"), (lambda: Line("a", True), "whole numbers"), (lambda: Line("a", 1, count=-1), "count must be"),
+        (lambda: Line("a", 1, rank="0"), "'a': rank must be a whole number"),
         (lambda: Ledger([3]), "made of Lines, got 3"),
         (lambda: Ledger().by("color"), "no 'color'"), (lambda: Ledger().diff(3), "compared with a Ledger, got int"), (lambda: Ledger().only(colour=1), "no 'colour'"),
         (lambda: Ledger().scaled(-1), "factor must be at least 0"),

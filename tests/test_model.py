@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from labutils import config, model
+from labutils import config, model, pipeline
 from labutils.config import ModelConfig
 from labutils.model import GPT
 
@@ -301,3 +301,26 @@ def test_bad_input_is_named():
         GPT(cfg)(tokens(s=13))
     with pytest.raises(ValueError, match="d_head=3 is odd"):
         GPT(ModelConfig(**TINY, d_head=3, positions="rope"))
+
+
+@pytest.mark.parametrize("word", [31, 1031, -1, -70])
+def test_a_word_that_the_vocabulary_has_not_is_named(word):
+    gpt, (x, y) = GPT(ModelConfig(**TINY)), (tokens(), tokens())
+    remedy = "is not in the vocabulary of 31 words: use 0 … 30; do tokenizer and model belong"
+    for call in (gpt.loss, pipeline.mean_cross_entropy):
+        logits_or_tokens, wrong = (x, y.clone()) if call == gpt.loss else (gpt(x), y.clone())
+        wrong[0, 3], wrong[1, 5] = -100, word
+        with pytest.raises(IndexError, match=f"^target {word} {remedy}") as error:
+            call(logits_or_tokens, wrong)
+        assert error.value.__suppress_context__  # not torch's own above it
+    x[2, 3] = word
+    with pytest.raises(IndexError, match=f"^token {word} {remedy}"):
+        gpt.loss(x, y)
+
+
+def test_the_last_word_is_one_and_100_below_zero_is_no_target():
+    gpt, x = GPT(ModelConfig(**TINY)), torch.full((2, 4), 30)
+    y = torch.tensor([[30, -100, 30, 0]] * 2)
+    each = model.cross_entropy(gpt(x), y, reduction="none")
+    assert each.shape == (8,) and (each == 0).tolist() == [False, True, False, False] * 2
+    assert gpt.loss(x, y).item() == pytest.approx(each.sum().item() / 6, rel=1e-12)

@@ -1383,6 +1383,13 @@ def test_worlds_that_cannot_be(make, error, text):
         ),
         *(
             (
+                lambda comm, given=given: comm.all_to_all(torch.ones(6), **given),
+                "6 rows for 4 ranks, which are no equal shares: pass send_sizes and recv_sizes",
+            )
+            for given in ({}, {"recv_sizes": [1, 1, 2, 2]})
+        ),
+        *(
+            (
                 lambda comm, out=out: comm.broadcast(torch.ones(2), out=out),
                 r"the result of broadcast is float32\[2\] and out is .*: give an out like it",
             )

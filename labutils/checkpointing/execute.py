@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +15,7 @@ from labutils import anatomy, units
 from labutils.checkpointing.plans import Costs, Plan, Run, Stage, Step, history, require_length
 from labutils.checkpointing.recompute import Ambient, checkpoint
 from labutils.config import ModelConfig
-from labutils.model import GPT, Block
+from labutils.model import GPT, Block, cross_entropy
 
 Of = TypeVar("Of", bound=nn.Module)
 POLICIES = ("none", "selective", "full")  # what of a layer is computed again
@@ -188,7 +187,7 @@ class _Head(nn.Module):
         scores = self.scores(self.norm(x))
         if self.targets is None:
             return scores
-        return F.cross_entropy(scores.flatten(0, 1), self.targets.flatten())
+        return cross_entropy(scores, self.targets)
 
 
 def stages(model: GPT, targets: Tensor | None = None) -> list[nn.Module]:

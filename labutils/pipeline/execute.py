@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -16,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from labutils import units
 from labutils.data_parallel import Replica
 from labutils.gradients import gradient_of, postponed
-from labutils.model import IGNORED
+from labutils.model import IGNORED, cross_entropy
 from labutils.pipeline.messages import actions
 from labutils.pipeline.stages import PipelineStage, common, placed, shared_with
 from labutils.pipeline.stashing import Stash
@@ -33,7 +32,7 @@ def mean_cross_entropy(
     logits: Float[Tensor, "b s v"], targets: Int[Tensor, "b s"]
 ) -> Float[Tensor, ""]:
     """Mean cross-entropy in nats per token, as `GPT.loss`; a target of −100 counts for nothing."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return cross_entropy(logits, targets)
 
 
 @dataclass(frozen=True)

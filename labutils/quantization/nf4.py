@@ -33,6 +33,14 @@ def seen(largest: Float[Tensor, "*tiles"]) -> Float[Tensor, "*tiles"]:
     return torch.where(largest.isfinite(), largest, torch.nan)
 
 
+def floats_only(x: object, call: str) -> None:
+    """Raises TypeError where what `call` is given is no tensor of floats."""
+    units.instance(x, Tensor, call)
+    if isinstance(x, Tensor) and not x.is_floating_point():
+        said = f"{call} rounds floating-point numbers, got {str(x.dtype).removeprefix('torch.')}"
+        raise TypeError(f"{said}: pass x.float() if these are numbers to be rounded")
+
+
 def nf4_bytes(numel: int, *, double: bool = True) -> int:
     """Bytes of `numel` numbers in NF4: half a byte each, and the scales.
 
@@ -64,7 +72,7 @@ def to_nf4(x: Float[Tensor, "..."], *, double: bool = True) -> UInt8[Tensor, " n
     All numbers that share a scale with a NaN or an infinity, the second time the whole tensor, come
     back as NaN.
     """
-    units.instance(x, Tensor, "to_nf4")
+    floats_only(x, "to_nf4")
     n = x.numel()
     rows = F.pad(x.detach().flatten().float(), (0, -n % BLOCK)).view(-1, BLOCK)
     scales = seen(rows.abs().amax(1))

@@ -92,7 +92,7 @@ def quantize(
     Invariant: the bytes of what is returned are those of `quantized_bytes`. A NaN or an infinity
     does not get lost: all numbers that share a scale with it (in "nvfp4" the whole tensor) are NaN.
     """
-    units.instance(x, Tensor, "quantize")
+    nf4.floats_only(x, "quantize")
     fmt = _named(fmt)
     tile = _tile(x.shape, fmt, granularity)
     if clip not in ("", "mse"):

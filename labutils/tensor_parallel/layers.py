@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from labutils import precision
+from labutils.model import IGNORED as _IGNORED
+from labutils.model import check_words as _check_words
 from labutils.world import Comm, marked
 
 Same = Shaped[Tensor, "*shape"]
-_IGNORED = -100  # the target that torch's cross-entropy leaves out
 
 # ── f and g, and their conjugates along the sequence ─────────────────────────────────────────────
 
@@ -363,21 +363,6 @@ class _CrossEntropy(torch.autograd.Function):
         scale = scale.masked_fill(targets == _IGNORED, 0)[..., None]
         hit = scale.masked_fill(others[..., None], 0)
         return (softmax * scale).scatter_add_(-1, place[..., None], -hit), None, None, None
-
-
-def _check_words(what: str, words: Tensor, v: int, ignored: int = 0) -> None:
-    """Raises IndexError for a number that is none of v words, as one device does: it would be taken
-    for a word that another rank has. (On a GPU an assertion there, for which nobody waits; fake
-    tensors have no values to look at.)"""
-    if isinstance(words, FakeTensor) or words.is_meta or not words.numel():
-        return
-    wrong = ((words < 0) | (words >= v)) & (words != ignored)
-    if words.is_cuda:
-        torch._assert_async(~wrong.any(), f"a {what} is none of {v} words")
-    elif wrong.any():
-        first = words[wrong][0].item()
-        remedy = f"use 0 … {v - 1}; do tokenizer and model belong together?"
-        raise IndexError(f"{what} {first} is not in the vocabulary of {v} words: {remedy}")
 
 
 def _place(words: Tensor, v_t: int, comm: Comm) -> tuple[Tensor, Tensor]:

@@ -275,6 +275,9 @@ class Comm:
 
         send_sizes, recv_sizes: the rows for and from each rank; without them all shares are equal
         """
+        if send_sizes is None and isinstance(x, Tensor) and x.ndim and len(x) % self.size:
+            got = f"all_to_all got {len(x)} rows for {self.size} ranks, which are no equal shares"
+            raise ValueError(f"{got}: pass send_sizes and recv_sizes")
         arguments = _given(send_sizes=send_sizes, recv_sizes=recv_sizes)
         return self._collective("all_to_all", collectives.all_to_all_pairwise, x, arguments, **how)
 

@@ -92,6 +92,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("self.dropout if self.training else 0.0", "self.dropout"),
         ("x = x + self.dropout(self.attention(", "x = x + (self.attention("),
         ("return self.dropout(x)", "return x"),
+        ("((words < 0) | (words >= v))", "(words >= v)"),
+        ("((words < 0) | (words >= v))", "((words < 0) | (words > v))"),
+        ("& (words != ignored)", ""),
     ],
     ("step", "test_step"): [
         ('side.chunk(mesh.dp)[coords["dp"]]', 'side.chunk(mesh.dp)[coords["cp"]]'),
@@ -276,9 +279,6 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("tensor_parallel/layers", "test_tensor_parallel"): [
         ('count = torch.ones_like(count) if reduction == "sum" else count', 'pass'),
-        ("((words < 0) | (words >= v))", "(words >= v)"),
-        ("((words < 0) | (words >= v))", "((words < 0) | (words > v))"),
-        ("& (words != ignored)", ""),
         ('weight, bias = copy_to(self.weight, self.comm, "gradients"), self.bias', 'weight, bias = self.weight, self.bias'),
         ("return _Conjugates.apply(x, _itself, functools.partial(_summed, comm, name))", "return _Conjugates.apply(x, _itself, _itself)"),
         ("y = self.multiply(x, self.weight)\n", "y = self.multiply(x, self.weight, self.bias)\n"),
