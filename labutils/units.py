@@ -19,6 +19,17 @@ _BASES = ("B", "FLOP", "B/s", "FLOP/s", "s")
 _QUANTITY = re.compile(r"\s*([0-9][0-9_]{,99}(?:\.[0-9]{,99})?)\s*(?:([kKMGTPEZ]|[KMGTP]i)?B)?\s*")
 
 
+class Reason(str):
+    """A sentence for a reader, and the `name` by which a program asks for it."""
+
+    def __new__(cls, name: str, text: str) -> "Reason":
+        self = super().__new__(cls, text)
+        self.name = name
+        return self
+
+    name: str
+
+
 def text(amount: float, unit: str = "B", *, digits: int = 3, binary: bool = False) -> str:
     """`amount` of `unit` as text with a prefix and `digits` significant digits (whole bytes below
     1000 stay exact).

@@ -5,6 +5,7 @@ import collections
 import functools
 import itertools
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -241,6 +242,42 @@ def test_one_public_constant_has_one_value():
             for name, value in itertools.chain(*map(constants, tree(path).body)):
                 found[name][value].append(str(path.relative_to(PACKAGE)))
     assert {name for name, values in found.items() if len(values) > 1} == TWO_VALUES
+
+
+# What PyTorch's and Python's errors say has no name to ask for; our own have `units.Reason.name`.
+WORDS_OF_OTHERS = {"does not require grad", "hooks should return None", "NoneType", "shape", "size"}
+
+
+def decided_by_prose(source):
+    """Comparisons with the words of an error, or with the sentence that a reader is told."""
+    for node in ast.walk(source):
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".startswith", ".get")):
+            sides = [getattr(node.func, "value", node), *node.args]
+        said = [each for each in map(ast.unparse, sides) if re.search(r"\.(what|note)$", each)]
+        said += [each for each in map(ast.unparse, sides) if re.fullmatch(r"str\((error|failure)\)", each)]
+        words = {getattr(side, "value", None) for side in sides} - {None}
+        if said and len(sides) > 1 and not words & WORDS_OF_OTHERS:
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+@each_source
+def test_nothing_is_decided_by_prose(path):
+    assert not list(decided_by_prose(tree(path)))
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "'is held' in str(error)",
+        "words in str(error)",
+        "tensor.what == 'keys'",
+        "line.note.startswith('input')",
+        "_SHORT.get(tensor.what, part)",
+    ],
+)
+def test_what_is_decided_by_prose_is_seen(mistake):
+    assert list(decided_by_prose(ast.parse(mistake)))
 
 
 @each_source

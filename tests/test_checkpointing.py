@@ -421,10 +421,9 @@ def cheapest_of_all(chain, budget):
         if state.gradient == 0 and len(state.values) == 1:
             return cost
         for step in steps:
-            try:
-                after = planning._after(state, step, len(chain))
-            except ValueError:
+            if planning._why_illegal(state, step, len(chain)):
                 continue
+            after = planning._after(state, step)
             held = (
                 sum(sizes[i] for i in after.values)
                 + sum(chain.stages[i].interior for i in after.recorded)

@@ -24,6 +24,7 @@ import numpy as np
 from labutils import units
 from labutils.ledger import Ledger, Line
 from labutils.timeline import History, Moment, Span, Timeline
+from labutils.units import Reason
 
 Cost = int | float
 _AS_OUTPUT: Any = None  # the default of a gradient's bytes: never None later
@@ -93,7 +94,8 @@ class Step:
 
     def __post_init__(self) -> None:
         if self.op not in OPERATIONS:
-            raise ValueError(f"a step is one of {', '.join(OPERATIONS)}, got {self.op!r}")
+            known = ", ".join(OPERATIONS)
+            raise ValueError(Reason("operation", f"a step is one of {known}, got {self.op!r}"))
 
     def __str__(self) -> str:
         return f"{self.op} {self.at}"
@@ -130,7 +132,8 @@ class Plan:
         *_, end = self.states
         if end.gradient or len(end.values) > 1:
             end_is = f"the gradient of x{end.gradient} and values {sorted(end.values)}"
-            raise ValueError(f"the plan ends with {end_is}: it must end with those of x0 alone")
+            must = "it must end with those of x0 alone"
+            raise ValueError(Reason("end", f"the plan ends with {end_is}: {must}"))
 
     @functools.cached_property
     def states(self) -> tuple[Held, ...]:
@@ -140,10 +143,10 @@ class Plan:
         """
         states = [Held(frozenset([0]), frozenset(), self.n)]
         for number, step in enumerate(self.steps):
-            try:
-                states.append(_after(states[-1], step, self.n))
-            except ValueError as error:
-                raise ValueError(f"step {number}, {step}: {error}") from None
+            if reason := _why_illegal(states[-1], step, self.n):
+                said = f"step {number}, {step}: {reason}"
+                raise ValueError(Reason(reason.name, said))
+            states.append(_after(states[-1], step))
         return tuple(states)
 
     @property
@@ -174,31 +177,40 @@ class Plan:
         return " · ".join(map(str, self.steps))
 
 
-def _after(state: Held, step: Step, n: int) -> Held:
+def _why_illegal(state: Held, step: Step, n: int) -> Reason | None:
+    """Why a plan of `n` stages cannot take a step; None if it can."""
     op, i = step.op, step.at
+    user = {i - 1, i} & state.recorded if op == "drop" else set()
     if i > n - (op != "drop"):
-        raise ValueError(f"the chain has stages 0 … {n - 1}")
-    if op in ("forward", "record"):
-        if i not in state.values:
-            raise ValueError(f"its input x{i} is not held: compute it again from an earlier value")
-        if i + 1 in state.values:
-            raise ValueError(f"x{i + 1} is held already: drop it first, or use it")
-        recorded = state.recorded | {i} if op == "record" else state.recorded
-        return Held(state.values | {i + 1}, recorded, state.gradient)
+        return Reason("stages", f"the chain has stages 0 … {n - 1}")
+    if op in ("forward", "record") and i not in state.values:
+        return Reason("gone", f"its input x{i} is not held: compute it again from an earlier value")
+    if op in ("forward", "record") and i + 1 in state.values:
+        return Reason("again", f"x{i + 1} is held already: drop it first, or use it")
+    if op == "backward" and i not in state.recorded:
+        return Reason("recorded", f"stage {i} has not been recorded: a b node needs its f node")
+    if op == "backward" and state.gradient != i + 1:
+        reached = f"the gradient has reached x{state.gradient}"
+        return Reason("order", f"{reached}: stage {state.gradient - 1} is next")
+    if op == "drop" and i not in state.values:
+        return Reason("absent", f"x{i} is not held")
+    if op == "drop" and i == 0:
+        return Reason("caller", "x0 belongs to the caller")
+    if user:
+        needs = f"needs x{i} for its backward pass"
+        return Reason("needed", f"stage {min(user)} was recorded and {needs}")
+    return None
+
+
+def _after(state: Held, step: Step) -> Held:
+    """What is held after a legal step."""
+    op, i = step.op, step.at
     if op == "backward":
-        if i not in state.recorded:
-            raise ValueError(f"stage {i} has not been recorded: a b node needs its f node")
-        if state.gradient != i + 1:
-            reached = f"the gradient has reached x{state.gradient}"
-            raise ValueError(f"{reached}: stage {state.gradient - 1} is next")
         return Held(state.values - {i + 1}, state.recorded - {i}, i)
-    if i not in state.values:
-        raise ValueError(f"x{i} is not held")
-    if i == 0:
-        raise ValueError("x0 belongs to the caller")
-    if user := {i - 1, i} & state.recorded:
-        raise ValueError(f"stage {min(user)} was recorded and needs x{i} for its backward pass")
-    return replace(state, values=state.values - {i})
+    if op == "drop":
+        return replace(state, values=state.values - {i})
+    recorded = state.recorded | {i} if op == "record" else state.recorded
+    return Held(state.values | {i + 1}, recorded, state.gradient)
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,8 @@ def copy(model: ModelConfig, plan: Plan, engine: str = "processes", ranks: int =
     Cost: about ten seconds for eight processes.
     """
     from labutils import predict
+    from labutils.predict.inventory import Here
+    from labutils.predict.kept import why_dry
     from labutils.predict.rehearsal import program, rehearsal
     from labutils.world import World
 
@@ -133,7 +135,7 @@ def copy(model: ModelConfig, plan: Plan, engine: str = "processes", ranks: int =
     for rank, real in enumerate(found):
         asked = tiny, train, few.mesh, rank
         dry_, kept = rehearsal(*asked, "paired"), predict.activations(*asked)
-        note = "dry run" if any(line.note.startswith("dry run") for line in kept) else ""
+        note = "dry run" if why_dry(Here(*asked)) else ""  # no formula has answered
         totals = [Line("", kept.total, "activations", note=note)]
         totals.append(Line("", dry_.history.peak.ledger.total, "fullest moment", note="dry run"))
         books[0].extend(_book(rank, predict.sent(*asked), predict.states(*asked), totals))

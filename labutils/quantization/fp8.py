@@ -131,7 +131,8 @@ def product(a: Eight, b: Eight, dtype: torch.dtype = torch.float32) -> Float[Ten
         step, k = operand.tile[1], operand.codes.shape[1]
         if step < k and step % GROUP:
             changes = f"the scale of {name} changes after {step} of {k} terms of each sum"
-            raise ValueError(f"{changes}: its tile must be {GROUP} long along its last dim")
+            must = f"its tile must be {GROUP} long along its last dim"
+            raise ValueError(units.Reason("scale", f"{changes}: {must}"))
     if a.inverse.numel() == b.inverse.numel() == 1:
         return (a.codes.to(dtype) @ b.codes.to(dtype).mT) * (a.inverse * b.inverse)
     return a.numbers(dtype) @ b.numbers(dtype).mT

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from labutils import units
+from labutils.units import Reason
 
 KINDS = "FBW"
 
@@ -166,36 +167,38 @@ class Board:
         self.done: set[Op] = set()
         self.held = [0] * len(schedule.ranks)
 
-    def why_not(self, rank: int, op: Op) -> str | None:
+    def why_not(self, rank: int, op: Op) -> Reason | None:
         """Why `rank` cannot run `op` now; None if it can."""
         return self.why_never(rank, op) or self.why_later(rank, op) or self.why_full(rank, op)
 
-    def why_never(self, rank: int, op: Op) -> str | None:
+    def why_never(self, rank: int, op: Op) -> Reason | None:
         """Why `rank` cannot run `op`, whatever the others do before; None if it may."""
         if reason := _foreign(self.schedule, rank, op):
             return reason
         if op in self.done:
-            return f"rank {rank} runs {op} twice"
+            return Reason("twice", f"rank {rank} runs {op} twice")
         for needed in self.schedule.inputs(op):
             if needed not in self.done:
                 owner = self.schedule.rank_of(needed.stage, needed.micro_batch)
                 if owner == rank:
-                    return f"rank {rank} runs {op} before its own {needed}"
+                    return Reason("own", f"rank {rank} runs {op} before its own {needed}")
         return None
 
-    def why_later(self, rank: int, op: Op) -> str | None:
+    def why_later(self, rank: int, op: Op) -> Reason | None:
         """What another rank has to do before; None if nothing."""
         for needed in self.schedule.inputs(op):
             if needed not in self.done:
                 owner = self.schedule.rank_of(needed.stage, needed.micro_batch)
-                return f"rank {rank} runs {op} before {needed} has come from rank {owner}"
+                come = f"{needed} has come from rank {owner}"
+                return Reason("later", f"rank {rank} runs {op} before {come}")
         return None
 
-    def why_full(self, rank: int, op: Op) -> str | None:
+    def why_full(self, rank: int, op: Op) -> Reason | None:
         """How the limit on activations is in the way; None if it is not."""
         if self.cap is not None and op.kind == "F" and self.held[rank] >= self.cap:
             held = self.held[rank] + 1
-            return f"rank {rank} holds {held} activations at {op}; its limit is {self.cap}"
+            holds = f"rank {rank} holds {held} activations at {op}"
+            return Reason("full", f"{holds}; its limit is {self.cap}")
         return None
 
     def play(self, rank: int, op: Op) -> None:
@@ -209,21 +212,22 @@ class Board:
         self.held[rank] += (op.kind == "F") - (op.kind == self.schedule.kinds[-1])
 
 
-def _foreign(schedule: Schedule, rank: int, op: Op) -> str | None:
+def _foreign(schedule: Schedule, rank: int, op: Op) -> Reason | None:
     """Why an operation is none of this rank's at all."""
+    runs = f"rank {rank} runs {op}"
     if op.kind not in schedule.kinds:
         kinds = ", ".join(schedule.kinds)
-        return f"rank {rank} runs {op}: operations of this schedule are {kinds}"
+        return Reason("kind", f"{runs}: operations of this schedule are {kinds}")
     if not 0 <= op.stage < schedule.stages:
-        return f"rank {rank} runs {op}: stages are 0 … {schedule.stages - 1}"
+        return Reason("stage", f"{runs}: stages are 0 … {schedule.stages - 1}")
     if not 0 <= op.micro_batch < schedule.micro_batches:
-        return f"rank {rank} runs {op}: micro-batches are 0 … {schedule.micro_batches - 1}"
+        return Reason("micro-batch", f"{runs}: micro-batches are 0 … {schedule.micro_batches - 1}")
     if (owner := schedule.rank_of(op.stage, op.micro_batch)) != rank:
-        return f"rank {rank} runs {op}, which is rank {owner}'s"
+        return Reason("rank", f"{runs}, which is rank {owner}'s")
     return None
 
 
-def why_illegal(schedule: Schedule, cap: int | None = None) -> str | None:
+def why_illegal(schedule: Schedule, cap: int | None = None) -> Reason | None:
     """The first illegal move of a schedule and its reason; None if all are legal.
 
     What a rank lacks, has twice or does not own is found first; then the ranks play, one operation
@@ -253,25 +257,25 @@ def why_illegal(schedule: Schedule, cap: int | None = None) -> str | None:
     return _deadlock(schedule, at)
 
 
-def _incomplete(schedule: Schedule) -> str | None:
+def _incomplete(schedule: Schedule) -> Reason | None:
     """The first operation that is foreign to its rank, there twice, or missing."""
     for rank, ops in enumerate(schedule.ranks):
         for op in ops:
             if reason := _foreign(schedule, rank, op):
                 return reason
         if ops and (most := Counter(ops).most_common(1)[0])[1] > 1:
-            return f"rank {rank} runs {most[0]} twice"
+            return Reason("twice", f"rank {rank} runs {most[0]} twice")
     known = {op for ops in schedule.ranks for op in ops}
     for k in range(schedule.micro_batches):
         for kind in schedule.kinds:
             for stage in range(schedule.stages):
                 if Op(kind, stage, k) not in known:
                     owner = schedule.rank_of(stage, k)
-                    return f"rank {owner} never runs {Op(kind, stage, k)}"
+                    return Reason("never", f"rank {owner} never runs {Op(kind, stage, k)}")
     return None
 
 
-def _deadlock(schedule: Schedule, at: list[int]) -> str | None:
+def _deadlock(schedule: Schedule, at: list[int]) -> Reason | None:
     """Which ranks wait for each other in a ring, from where each has come to; None if all ended."""
     stuck = [rank for rank, ops in enumerate(schedule.ranks) if at[rank] < len(ops)]
     if not stuck:
@@ -285,4 +289,4 @@ def _deadlock(schedule: Schedule, at: list[int]) -> str | None:
         owner = schedule.rank_of(needed.stage, needed.micro_batch)
         ring.append(f"rank {rank} waits at {op} for {needed} of rank {owner}")
         rank = owner
-    return "deadlock: " + ", ".join(ring[seen.index(rank) :])
+    return Reason("deadlock", "deadlock: " + ", ".join(ring[seen.index(rank) :]))

@@ -20,36 +20,36 @@ from labutils.teach.exercises import Exercise, Failed, Property
 
 
 _ON_PAPER = "Follow one segment on paper: what is held before each step, and what after it?"
-_ILLEGAL = {  # words of the error, and what they usually mean
-    "x0 belongs to the caller": (
+_ILLEGAL = {  # by the reason's name, what it usually means
+    "caller": (
         "Every segment's input goes after its backward pass, except x0: it is the caller's."
     ),
-    "needs x": (
+    "needed": (
         "You drop a value too early: what a recorded stage has read, and what it has made, stays "
         "until its backward pass."
     ),
-    "is held already": (
+    "again": (
         "A value that is held may not be made again. In the first sweep drop what lies inside a "
         "segment; a backward step frees its stage's output by itself."
     ),
-    "its input": (
+    "gone": (
         "Nothing can be computed from a value that is gone. Keep the input of each segment, and "
         "start from it when you compute the segment again."
     ),
-    "is not held": "You drop what is not there: `backward i` has freed the output of stage i.",
-    "has not been recorded": (
+    "absent": "You drop what is not there: `backward i` has freed the output of stage i.",
+    "recorded": (
         "A stage must be recorded before its backward pass: `forward` keeps nothing for it."
     ),
-    "the gradient has reached": (
+    "order": (
         "Gradients come from the right: take the stages of a segment backward in reverse order, "
         "and the last segment first."
     ),
-    "must end with": (
+    "end": (
         "Something is missing at the end: each stage needs its backward pass, and the input of "
         "each segment but the first must go."
     ),
-    "the chain has stages": "Stages are counted from 0: the last one is n − 1.",
-    "a step is one of": "There are four operations: forward, record, backward and drop.",
+    "stages": "Stages are counted from 0: the last one is n − 1.",
+    "operation": "There are four operations: forward, record, backward and drop.",
 }
 
 
@@ -67,7 +67,7 @@ def _plan(attempt: Callable, n: int, k: int) -> Plan:
     try:
         return Plan(n, tuple(Step(*step) for step in steps))
     except (TypeError, ValueError) as error:
-        why = next((hint for words, hint in _ILLEGAL.items() if words in str(error)), _ON_PAPER)
+        why = _ILLEGAL.get(getattr(error.args[0], "name", ""), _ON_PAPER)
         raise Failed(f"n = {n}, k = {k}: {error}", why) from None
 
 

@@ -48,20 +48,20 @@ def _order(made: Any, case: str, stage: int) -> tuple[Op, ...]:
     return tuple(found)
 
 
-_MEANS = {  # words of `schedule.why_illegal`, and what they usually mean
-    "never runs": (
+_MEANS = {  # by the name of `schedule.why_illegal`'s reason, what it usually means
+    "never": (
         "Every micro-batch needs each of its operations once on every rank. What is still owed "
         "after the last forward must come at the end."
     ),
     "twice": "Count the micro-batches of each kind on their own: the next F is not the next B.",
-    "micro-batches are": (
+    "micro-batch": (
         "With few micro-batches there are fewer forwards than the warm-up asks for: take "
         "min(warm-up, m)."
     ),
-    "stages are": "There are chunks·p stages, and a rank has each p-th of them, from its own on.",
-    "which is rank": "Stage rank + chunk·p belongs to the rank, for each chunk 0 … chunks − 1.",
-    "operations of this schedule": "The letters are F and B, and W where the backward is split.",
-    "its own": "A backward needs its own forward before it, and a W its own B.",
+    "stage": "There are chunks·p stages, and a rank has each p-th of them, from its own on.",
+    "rank": "Stage rank + chunk·p belongs to the rank, for each chunk 0 … chunks − 1.",
+    "kind": "The letters are F and B, and W where the backward is split.",
+    "own": "A backward needs its own forward before it, and a W its own B.",
     "deadlock": (
         "A rank can begin its first backward only when the ranks after it have had all forwards "
         "that they run first. So a rank may not run fewer forwards first than the next one does; "
@@ -82,8 +82,7 @@ def _collected(
     if min((op.micro_batch for row in rows for op in row), default=0) == 1:
         raise Failed(f"{case}: there is no micro-batch 0", "Micro-batches count from 0 to m − 1.")
     if reason := schedule.why_illegal(made):
-        why = next((hint for words, hint in _MEANS.items() if words in reason), "")
-        raise Failed(f"{case}: {reason}", why)
+        raise Failed(f"{case}: {reason}", _MEANS.get(reason.name, ""))
     return case, made
 
 
