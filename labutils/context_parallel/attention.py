@@ -154,17 +154,15 @@ def _arrived(on_their_way: tuple[Work, Work]) -> Tensor:
 def _backward_tile(
     tile: Tile, of_queries: tuple[Tensor, ...], kv: Tensor, d_kv: Tensor, block: int | None
 ) -> None:
-    """Adds what a tile gives to dQ, dK and dV. Output and log-sum-exp are those over all keys: with
-    them the weights of a tile are their part of the whole softmax."""
+    """Adds to dQ, and writes to dK and dV, what a tile gives. Output and log-sum-exp are those over
+    all keys: with them the weights of a tile are their part of the whole softmax."""
     q, out, lse, d_out, dq = (x[:, :, tile.rows] for x in of_queries)
-    k, v = kv[:, :, :, tile.columns]
-    dk, dv = torch.empty_like(k, dtype=lse.dtype), torch.empty_like(v, dtype=lse.dtype)
+    (k, v), (dk, dv) = (x[:, :, :, tile.columns] for x in (kv, d_kv))
     problem, lse = problem_of(q, k, v, True, tile.offset, block, block), lse[..., None]
     tensors = dict(Q=q, K=k, V=v, O=out, lse=lse, dO=d_out, D=torch.zeros_like(lse))
     with precision.own_formats(q.device.type):
         memory = SlowMemory(problem.kv_heads, **tensors, dQ=dq, dK=dk, dV=dv)
         flash.backward(memory, problem)
-    d_kv[:, :, :, tile.columns] += torch.stack([dk, dv])
 
 
 def ulysses_attention(

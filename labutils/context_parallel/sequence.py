@@ -80,13 +80,15 @@ class SequenceLayout:
         return torch.cat([chunks[number] for number in sorted(chunks)], dim)
 
     def tiles(self, rank: int, holder: int) -> Iterator[Tile]:
-        """Where queries of `rank` meet keys of `holder`, but for tiles that the mask empties."""
-        c = self.chunk
-        for i, query in enumerate(self.numbers(rank)):
-            for j, key in enumerate(self.numbers(holder)):
-                if key <= query:
-                    rows, columns = slice(i * c, i * c + c), slice(j * c, j * c + c)
-                    yield Tile(rows, columns, (query - key) * c)
+        """Where queries of `rank` meet keys of `holder`: one tile, or none where the mask leaves
+        none. All queries that see a key of the holder see the same ones, but for one's own, and
+        there places in memory are in the order of the sequence."""
+        mine, theirs, c = self.numbers(rank), self.numbers(holder), self.chunk
+        queries = [query for query in mine if query >= theirs[0]]
+        keys = [key for key in theirs if key <= mine[-1]]
+        if queries and keys:
+            rows = slice((len(mine) - len(queries)) * c, len(mine) * c)
+            yield Tile(rows, slice(0, len(keys) * c), (queries[0] - keys[0]) * c)
 
     def grid(self) -> dict[tuple[int, int], tuple[int, int]]:
         """Of each chunk of queries and of keys that the mask lets meet, the rank that computes it,
