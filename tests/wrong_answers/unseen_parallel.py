@@ -120,9 +120,9 @@ def _gathered_by_hand(y, comm):
 # ── 11 ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def ring(q, k, v, whole, comm, attend, *, way=1, holder=-1, early=(), between=False, hops=None,
+def ring(q, k, v, whole, comm, attend, *, way=1, holder=-1, early=(), hops=None,
          merge=flash.merge, lse=-math.inf, once=False):  # fmt: skip
-    """early: which of keys and values are waited for before the tiles; between: after the first."""
+    """early: which of keys and values are waited for before the tiles; once: a chunk of keys."""
     n, rank, kv = comm.size, comm.rank, [k, v]
     out, found = torch.zeros_like(q), torch.full(q.shape[:-1], lse, dtype=q.dtype)
     for step in range(hops(n) if hops else n):
@@ -131,14 +131,12 @@ def ring(q, k, v, whole, comm, attend, *, way=1, holder=-1, early=(), between=Fa
             sent = [comm.isend(x.contiguous(), (rank + way) % n) for x in kv]
             works = [comm.irecv(torch.empty_like(x), (rank - way) % n) for x in kv]
             come = {i: works[i].wait() for i in early}
-        for tile in [*whole.tiles(rank, (rank + holder * way * step) % n)][: 1 if once else None]:
-            rows, columns = tile.rows, tile.columns
+        for tile in whole.tiles(rank, (rank + holder * way * step) % n):
+            rows, columns = tile.rows, slice(0, whole.chunk) if once else tile.columns
             keys = (x[:, :, columns] for x in kv)
             part = attend(q[:, :, rows], *keys, tile.offset)
             so_far = out[:, :, rows].clone(), found[:, :, rows].clone()
             out[:, :, rows], found[:, :, rows] = merge(*so_far, *part)
-            if between and not last:
-                come = come or {i: work.wait() for i, work in enumerate(works)}
         if not last:
             kv = [come[i] if i in come else work.wait() for i, work in enumerate(works)]
             [work.wait() for work in sent]
@@ -454,12 +452,10 @@ _ALL = {
     "context_parallel/ring": [
         ("values before, keys after", partial(ring, early=(1,)),
          "sends travel while you compute", "keys and values"),
-        ("waits after the first tile", partial(ring, between=True),
-         "sends travel while you compute", "after"),
         ("the other holder", partial(ring, holder=1), "contiguous", "holder"),
         ("starts with an lse of 0", partial(ring, lse=0.0), "contiguous", "Merge every tile"),
         ("a hop too few", partial(ring, hops=lambda n: max(1, n - 1)), "contiguous", "every tile"),
-        ("one tile of two", partial(ring, once=True), "zig-zag", "each tile"),
+        ("one chunk of two", partial(ring, once=True), "zig-zag", "each tile"),
         ("asks each rank in turn", _asks_everybody, "sends travel while you compute", "before"),
     ],
     "context_parallel/bug-hunt": [
