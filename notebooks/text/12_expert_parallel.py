@@ -337,12 +337,13 @@ for way in ("nothing", "words equally frequent", "α = 0.1"):
 
 # %%
 for skewed in (True, False):
-    runs = [one.run(learn, seed, skewed=skewed, steps=4)[0].busiest for seed in range(8)]
-    first, *_, fourth = (sum(step) / 8 for step in zip(*runs, strict=True))
-    print(f"words {'un' * skewed}evenly frequent: {first:.1f} in step 1, {fourth:.1f} in step 4")
+    runs = [one.run(learn, seed, skewed=skewed, steps=4)[0] for seed in range(8)]
+    steps = [sum(each) / 8 for each in zip(*(run.busiest for run in runs), strict=True)]
+    words = "uneven words" if skewed else "even words"
+    print(f"{words:13}", *(f"{times:.1f}" for times in steps))
 
 # %% [markdown]
-# Training makes it, within four steps, and hardly where words are evenly frequent. Then it slowly falls. These are the words of the last step, with nothing for balance:
+# These are the first four steps. Training makes the skew, at once, and hardly where words are evenly frequent. Then it slowly falls. These are the words of the last step, with nothing for balance:
 
 # %%
 by_word = record["nothing"][0]["words"]
@@ -404,8 +405,9 @@ reveal("dropping/visits", percent=round(100 * lost))
 for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for nothing"):
     dropped, (more, error) = ends(way, "dropped"), rigs.expert_parallel.worse(way)
     pairs = zip(ends(way, "loss"), ends("nothing", "loss"), strict=True)
+    higher = sum(with_it > without for with_it, without in pairs)
     print(f"{way:18} dropped {sum(dropped) / 8:4.0%}", end="")
-    print(f"   loss {more:+.2f} ± {error:.2f}, higher in {sum(a > b for a, b in pairs)} of 8")
+    print(f"   loss {more:+.2f} ± {error:.2f}, higher in {higher} of 8")
 
 # %% [markdown]
 # In this language experts are worth a third of a nat, in every seed: a loss would show it if dropping did much harm. With nothing for balance more than a quarter of all visits is lost, and the loss is 0.06 ± 0.05 higher: worse in six seeds of eight, and not yet beyond chance.
