@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from labutils.units import Reason
+
 Model = Any  # a config.ModelConfig; config counts its parameters here, so it cannot be imported
 
 LETTERS = {  # of the notation, and the fields of a `config.ModelConfig`
@@ -71,6 +73,11 @@ class Kept:
     dims: str
     itemsize: int
     what: str
+
+    @property
+    def note(self) -> Reason:
+        """What it is, as the note of a line, whose name can be asked for."""
+        return Reason(self.name, self.what)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ class Reason(str):
         self.name = name
         return self
 
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # to be pickled
+        return self.name, str(self)
+
     name: str
 
 

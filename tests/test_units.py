@@ -1,6 +1,7 @@
 """Quantities to text and back."""
 
 import math
+import pickle
 from fractions import Fraction
 
 import numpy as np
@@ -123,3 +124,8 @@ def test_any_real_number_is_a_number(value):
 def test_positive_names_value_and_remedy(value, error):
     with pytest.raises(error, match="bandwidth must be"):
         units.positive(value, "bandwidth")
+
+
+def test_a_reason_is_a_sentence_with_a_name_and_goes_to_other_processes():
+    reason = pickle.loads(pickle.dumps(units.Reason("gone", "x0 is gone")))
+    assert reason == "x0 is gone" and reason.name == "gone"

@@ -104,7 +104,7 @@ def saved(
     lines += [("norm", kept) for kept in _needed(norm) if ends]
     lines += [("outside", kept) for kept in loss.keeps]
     return Ledger(
-        Line(name, anatomy.size(kept.dims, sizes) * kept.itemsize, "activations", note=kept.what)
+        Line(name, anatomy.size(kept.dims, sizes) * kept.itemsize, "activations", note=kept.note)
         for name, kept in lines
     )
 

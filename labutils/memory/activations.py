@@ -29,5 +29,5 @@ def activations(model: ModelConfig, train: TrainConfig) -> Ledger:
     lines = []
     for name, kept in anatomy.kept(model, how):
         nbytes = anatomy.size(kept.dims, sizes) * kept.itemsize
-        lines.append(Line(name, nbytes, component="activations", note=kept.what))
+        lines.append(Line(name, nbytes, component="activations", note=kept.note))
     return Ledger(lines)

@@ -78,7 +78,7 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
             nbytes //= mesh.tp if name != "outside" else 1
         if tensor.name in _BATCH:
             continue
-        yield Line(name, nbytes, "activations", note=tensor.what)
+        yield Line(name, nbytes, "activations", note=tensor.note)
     if _casts_tables(here) and train.checkpointing != "full":
         for i in range(stage.first, stage.end):
             at, nbytes = f"blocks.{i}.attention.rotary", 2 * local.seq_len * local.d_head * 2

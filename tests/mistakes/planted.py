@@ -313,8 +313,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("for piece in by_row[:steps]]", "for piece in by_row]"),
     ],
     ("teach/rigs/tensor_parallel", "test_tensor_parallel"): [
-        ('(2 if names.get(line.note) == "mask" else 1)', "1"),
-        ('and names.get(line.note) != "statistics"', "and True"),
+        ('(2 if name == "mask" else 1)', "1"),
+        ('and name != "statistics"', "and True"),
         ("GPT(config).to(dtype)", "GPT(config)"),
     ],
     ("lora/layers", "test_lora"): [
@@ -352,7 +352,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("            if step.reads:\n", "            if True:\n"),
     ],
     ("teach/rigs/lora", "test_lora"): [
-        ("if line.note not in gone", "if line"),
+        ('if getattr(x.note, "name", "") != "count"', "if x"),
         ("if lr <= best", "if lr < best"),
         ("sign * (now.value - before)", "now.value - before"),
     ],

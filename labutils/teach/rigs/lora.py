@@ -68,9 +68,8 @@ def at_the_loss(
         "the loss and its gradient": 2 * width,
     }.items():
         lines.append(Line(name, nbytes, component="buffers"))
-    loss = anatomy.parts(model)[-1]
-    gone = {each.what for each in loss.keeps if each.name == "count"}  # the mean has its gradient
-    return Ledger([*lines, *(line for line in kept if line.note not in gone)])
+    # The mean has had its gradient, and the number of targets is gone.
+    return Ledger([*lines, *(x for x in kept if getattr(x.note, "name", "") != "count")])
 
 
 def peak_of_all_layers(model: ModelConfig, run: Callable[..., History]) -> Ledger:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from labutils import anatomy, collectives, measure, predict, tensor_parallel, units
+from labutils import collectives, measure, predict, tensor_parallel, units
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.model import GPT
@@ -145,9 +145,9 @@ def at_full_size(
         dry = alone.run(_keep, config, micro_batch, True, torch.bfloat16, rank=rank)
     bf16 = TrainConfig(micro_batch=micro_batch, global_batch=micro_batch, sequence=True)
     formula = _kept(config, bf16, n)
-    tensors = anatomy.kept(config, anatomy.Policy())
-    names, counted = {tensor.what: tensor.name for _, tensor in tensors}, 0.0
+    counted = 0.0
     for line in formula:
-        if line.name.startswith("blocks.") and names.get(line.note) != "statistics":
-            counted += line.amount / (2 if names.get(line.note) == "mask" else 1)
+        name = getattr(line.note, "name", "")
+        if line.name.startswith("blocks.") and name != "statistics":
+            counted += line.amount / (2 if name == "mask" else 1)
     return dry, formula.diff(dry).unexplained, counted / config.num_layers
