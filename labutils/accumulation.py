@@ -102,7 +102,8 @@ def step(
     weigh: Callable[[Any], int] | None = None,
     max_norm: float | None = None,
 ) -> Tensor:
-    """The loss of all `batches` together, after one optimizer step on them.
+    """The loss of all `batches` together, after one optimizer step on them; loss and weigh as in
+    `accumulate`.
 
     Gradients are cleared, accumulated, clipped once to `max_norm`, applied. Clipping comes after
     the last micro-batch: a norm is not linear, so clipping every piece gives another gradient.
@@ -150,6 +151,7 @@ def gradient_buffer(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Para
     tensor([258.])
 
     Cost: 4Ψ bytes, from the first micro-batch to the step.
+    Raises ValueError where a parameter holds a gradient already.
     Source: the Ultra-Scale Playbook's fp32 gradient accumulation.
     """
     units.instance(parameters, Iterable, "gradient_buffer")

@@ -312,7 +312,10 @@ def _mask(
 
 
 def letters(model: Model, *, tp: int = 1, ep: int = 1) -> dict[str, int]:
-    """The sizes behind the letters, or what is left of them on one rank of tp and of ep."""
+    """The sizes behind the letters, or what is left of them on one rank of tp and of ep.
+
+    Raises ValueError for a degree that does not divide a size.
+    """
     fields = LETTERS | (LATENT if model.kv_rank else {})
     fields |= OWN_EXPERTS if _own_experts(model) else {}
     sizes = {letter: getattr(model, field) for letter, field in fields.items()}

@@ -193,6 +193,8 @@ class ModelConfig:
         >>> s, h, a, L = ModelConfig.named("gpt2").letters("s h a L")
         >>> s, h, a, L
         (1024, 768, 12, 12)
+
+        Raises ValueError for a letter that the model has not.
         """
         known = anatomy.letters(self)
         if "Ψ" in wanted:
@@ -509,6 +511,8 @@ class TrainConfig:
 
         >>> TrainConfig(micro_batch=2, global_batch=1024).accumulation(dp=128)
         4
+
+        Raises ValueError where micro_batch·dp does not divide global_batch.
         """
         dp = units.whole(dp, "dp", 1)
         if self.global_batch % (self.micro_batch * dp):
@@ -561,7 +565,10 @@ class Mesh:
         }
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on each axis."""
+        """Where `rank` stands on each axis.
+
+        Raises ValueError for a rank that is not on the mesh.
+        """
         if (rank := units.whole(rank, "rank")) >= self.size:
             there = f"this mesh of {self.size} ranks: use 0 … {self.size - 1}"
             raise ValueError(f"rank {rank} is not on {there}")
@@ -577,6 +584,8 @@ class Mesh:
 
         >>> Mesh(dp=10**6, tp=1000).ranks(2024, "dp")
         range(24, 1000000024, 1000)
+
+        Raises ValueError for an unknown axis.
         """
         for axis in axes:
             if axis not in COMM_AXES:

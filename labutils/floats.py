@@ -169,6 +169,8 @@ class FloatFormat:
 
         >>> E2M1.representable()[7:]
         [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+        Raises ValueError for a format of more than 20 bits.
         """
         if self.bits > 20:
             raise ValueError(
@@ -416,7 +418,10 @@ FORMATS = {
 
 
 def named(name: str | FloatFormat) -> FloatFormat:
-    """The format of that name, such as "e4m3"; a format is itself."""
+    """The format of that name, such as "e4m3"; a format is itself.
+
+    Raises ValueError for an unknown name.
+    """
     if isinstance(name, FloatFormat):
         return name
     if not isinstance(name, str) or name not in FORMATS:
@@ -487,7 +492,10 @@ class BlockFormat:
         return self.element.bits + self.scale.bits / self.block_size
 
     def encode(self, values: Sequence[Real]) -> tuple[int, list[int]]:
-        """The scale's code and the elements' codes for one block (a last, short block is fine)."""
+        """The scale's code and the elements' codes for one block (a last, short block is fine).
+
+        Raises ValueError for no value, or more than a block has.
+        """
         if not 0 < len(values) <= self.block_size:
             raise ValueError(
                 f"{self.name} encodes 1 to {self.block_size} values at a time, got {len(values)}"

@@ -178,6 +178,8 @@ class Ledger(_Table):
         weights          400 B     400 B            0
         mask               0 B     100 B        100 B
         unexplained                             100 B
+
+        Raises TypeError for what is no Ledger.
         """
         if not isinstance(other, Ledger):
             raise TypeError(f"a Ledger is compared with a Ledger, got {type(other).__name__}")

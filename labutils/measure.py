@@ -174,6 +174,8 @@ def label(tensors: Iterable[Tensor], component: str, name: str = "", *, anew: bo
     component: one of `COMPONENTS`
     name: the line in the ledger, such as "gathered weights"; the component's own unless given
     anew: in moments gone by they were something else, such as the result of an operation
+
+    Raises ValueError for an unknown component.
     """
     if component not in COMPONENTS:
         raise ValueError(f"no component {component!r}: use one of {', '.join(COMPONENTS)}")
@@ -316,7 +318,10 @@ class Recorder(Mode):
             self.guess([tensor], component, name)
 
     def happened(self, event: str) -> None:
-        """An operation has changed what is alive, or what is in it."""
+        """An operation has changed what is alive, or what is in it.
+
+        Raises OutOfMemory beyond the capacity.
+        """
         in_backward = torch._C._current_graph_task_id() != -1
         ordinary = "backward" if in_backward else "forward"
         self.events.append((self.phases[-1] if self.phases else ordinary, event))

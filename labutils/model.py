@@ -31,7 +31,8 @@ def attend_plain(
 ) -> Float[Tensor, "b a s d"]:
     """Causal softmax(q·kᵀ/√d)·v with every s×s matrix written out.
 
-    The a/g query heads of a group share one key–value head.
+    The a/g query heads of a group share one key–value head. `dropout` is the chance of a weight to
+    be zero.
 
     Source: Vaswani et al. 1706.03762, eq. 1; groups as in Ainslie et al. 2305.13245.
     """
@@ -51,7 +52,9 @@ def attend_sdpa(
     v: Float[Tensor, "b g s d"],
     dropout: float = 0.0,
 ) -> Float[Tensor, "b a s d"]:
-    """The same through PyTorch's fused kernels, which keep no s×s matrix where they can."""
+    """`attend_plain` of the same q, k, v and dropout through PyTorch's fused kernels, which keep no
+    s×s matrix where they can.
+    """
     return F.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -337,7 +340,8 @@ def cross_entropy(
 
 
 def check_words(what: str, words: Tensor, v: int, ignored: int = 0) -> None:
-    """Raises IndexError for a number that is none of v words.
+    """Raises IndexError for a number among `words` that is none of v words, nor `ignored`; the
+    error calls them `what`.
 
     On a GPU it is an assertion there, for which nobody waits; fake tensors have no values.
     """

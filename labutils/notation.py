@@ -47,6 +47,8 @@ def markdown(group: str) -> str:
 
     >>> print(markdown("quantities").splitlines()[2])
     | $\\Psi$ | parameters of the model |
+
+    Raises ValueError for an unknown group.
     """
     if group not in TABLE:
         raise ValueError(f"no group {group!r} in the notation: it has {', '.join(TABLE)}")

@@ -85,8 +85,9 @@ def alike(device: torch.device) -> torch.Generator | None:
 def dropout(
     x: Tensor, p: float, training: bool = True, generator: torch.Generator | None = None
 ) -> Tensor:
-    """x with each number dropped with chance p, and the rest divided by 1 − p: F.dropout, but that
-    a rank draws from `generator`, or else from its own, never from torch's.
+    """x with each number dropped with chance p, and the rest divided by 1 − p, or x itself where
+    not `training`: F.dropout, but that a rank draws from `generator`, or else from its own, never
+    from torch's.
 
     Raises RuntimeError in a backward pass, where torch.utils.checkpoint computes again and knows
     nothing of a rank's generators: the mask would be another one.

@@ -247,7 +247,10 @@ class RankStep:
 
     def share(self, tokens: Tensor, targets: Tensor) -> list[Batch]:
         """This rank's micro-batches of a global batch: the rows of its place on dp, and of these
-        the tokens of its place on cp."""
+        the tokens of its place on cp.
+
+        Raises ValueError for another number of sequences than global_batch.
+        """
         batch = self.train.global_batch
         if len(tokens) != batch:
             raise ValueError(f"these are {len(tokens)} sequences: give global_batch={batch}")

@@ -34,13 +34,15 @@ class Reason(str):
 
 
 def text(amount: float, unit: str = "B", *, digits: int = 3, binary: bool = False) -> str:
-    """`amount` of `unit` as text with a prefix and `digits` significant digits (whole bytes below
-    1000 stay exact).
+    """`amount` of `unit` as text with a prefix, `binary` or decimal, and `digits` significant
+    digits (whole bytes below 1000 stay exact).
 
     >>> text(96e6), text(96e6, binary=True), text(312e12, "FLOP/s"), text(2.5e-5, "s")
     ('96.0 MB', '91.6 MiB', '312 TFLOP/s', '25.0 µs')
     >>> text(-1536), text(0), text(7)
     ('-1.54 kB', '0 B', '7 B')
+
+    Raises ValueError for an unknown unit, and digits below 1.
     """
     if not is_whole(digits) or digits < 1:
         raise ValueError(f"digits must be a whole number of at least 1, got {digits!r}")
@@ -70,6 +72,8 @@ def parse(quantity: str) -> int | float:
 
     >>> parse("64 MB"), parse("2GiB"), parse("1_000 B")
     (64000000, 2147483648, 1000)
+
+    Raises ValueError for what is no number with a unit.
     """
     match = _QUANTITY.fullmatch(quantity) if isinstance(quantity, str) else None
     if not match:

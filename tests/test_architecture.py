@@ -194,6 +194,42 @@ def test_one_concept_has_one_name(name):
     )
 
 
+# They mean the same everywhere: what a person chooses, the ranks, and a tensor that comes in.
+EVERYWHERE = {"model", "train", "mesh", "comm", "x", "q", "k", "v", "p"}
+# Where docstrings do not name all arguments and errors yet.
+SHORT_OF_WORDS = {"accumulation", "checkpointing", "collectives", "context_parallel", "planner"}
+SHORT_OF_WORDS |= {"data_parallel", "expert_parallel", "flash", "precision", "quantization"}
+SHORT_OF_WORDS |= {"scaling", "world"}
+
+
+def untold(body):
+    """Arguments, of more than three, and errors of public functions that a docstring leaves out."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and node.name[0] != "_":
+            yield from untold(node.body)
+        if isinstance(node, ast.FunctionDef) and node.name[0] != "_":
+            told = re.sub(r"(?m)^ *(>>>|\.\.\.).*$", "", ast.get_docstring(node) or "")
+            given = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+            given -= {"self", "cls"}
+            silent = given - EVERYWHERE - {*re.findall(r"\w+", told)}
+            if len(given) > 3 and silent:
+                yield node.name, *sorted(silent)
+            raised = any(isinstance(each, ast.Raise) and each.exc for each in ast.walk(node))
+            if raised and not re.search(r"Raises|Error|error|[Rr]efuse", told):
+                yield node.name, "Raises"
+
+
+@each_source
+def test_a_docstring_names_arguments_and_errors(path):
+    if layer(module(path)) <= 3.7 and module(path) not in SHORT_OF_WORDS:
+        assert not list(untold(tree(path).body))
+
+
+def test_what_a_docstring_leaves_out_is_seen():
+    cut = "def cut(a, b, c, d):\n    'a, b and d'\n    raise ValueError('c')"
+    assert list(untold(ast.parse(cut).body)) == [("cut", "c"), ("cut", "Raises")]
+
+
 # Public names that stand in several modules. One question, asked of a formula, of a dry run, of a run:
 # `measure.history` finds what `memory.history` predicts.
 ONE_QUESTION = {"activations", "history", "model_states", "peak", "sent"}
@@ -254,8 +290,8 @@ def decided_by_prose(source):
         sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".startswith", ".get")):
             sides = [getattr(node.func, "value", node), *node.args]
-        said = [each for each in map(ast.unparse, sides) if re.search(r"\.(what|note)$", each)]
-        said += [each for each in map(ast.unparse, sides) if re.fullmatch(r"str\((error|failure)\)", each)]
+        asked = r".*\.(what|note)|str\((error|failure)\)"
+        said = [side for side in sides if re.fullmatch(asked, ast.unparse(side))]
         words = {getattr(side, "value", None) for side in sides} - {None}
         if said and len(sides) > 1 and not words & WORDS_OF_OTHERS:
             yield f"{node.lineno}: {ast.unparse(node)}"

@@ -523,6 +523,7 @@ def plan(costs: Costs, budget: int) -> Plan:
     second), O(n²) for equal ones.
     Invariant: optimal among plans that keep a value, once kept, until its own backward pass; its
     simulated cost and peak are those promised.
+    Raises ValueError where no plan fits, with the smallest peak.
     Source: Beaumont et al. 1911.13214 (forward, record and drop on heterogeneous chains); here the
     recurrence is solved for all budgets at once.
     """

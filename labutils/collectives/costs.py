@@ -175,6 +175,7 @@ def sent(
     itemsize: bytes of an element (of a row, for an operation on rows): cuts fall between them
     rank: the only one that is asked for; all unless given
     name: of the lines, as in the books of a run; the algorithm's unless given
+    axis: of the lines
 
     >>> sent("all_reduce_ring", nbytes=64e6, n=4).by("rank")
     {0: 96000000, 1: 96000000, 2: 96000000, 3: 96000000}
@@ -290,6 +291,9 @@ def crossover(first: str, second: str, n: int, link: Link) -> float | None:
     """The tensor size in bytes at which two algorithms cost the same, or None where one of them is
     never slower.
 
+    first, second: names of algorithms
+    n, link: ranks, and the link that each of them has
+
     >>> round(crossover("all_reduce_ring", "all_reduce_tree", 8, Link(1e-5, 1e9)))
     18824
     """
@@ -330,6 +334,9 @@ def algbw(nbytes: int | float, seconds: float) -> float:
 def busbw(op: str, nbytes: int | float, seconds: float, n: int) -> float:
     """Bus bandwidth in bytes per second: comparable with the hardware's, whatever the number of
     ranks.
+
+    op, nbytes: the collective, and bytes of its whole tensor
+    seconds, n: that it took on n ranks
 
     >>> busbw("all_reduce", 64e6, 0.096, 4)
     1000000000.0

@@ -184,7 +184,10 @@ class LoraLinear(nn.Module):
                 marked(parameter, like)  # an expert's is of the ranks that have the expert
 
     def activate(self, name: str | None) -> None:
-        """Compute with this adapter, which alone is trained, or with none."""
+        """Compute with this adapter, which alone is trained, or with none.
+
+        Raises ValueError for an unknown name, and while another is merged.
+        """
         if self.original is not None:
             raise ValueError(f"{self.active!r} is merged: unmerge() before another is active")
         if name is not None and name not in self.adapters:
@@ -215,7 +218,10 @@ class LoraLinear(nn.Module):
         self.base.weight = nn.Parameter((weight + adapter.delta()).to(weight.dtype), False)
 
     def unmerge(self) -> None:
-        """The weight is what it was before `merge`, to the bit."""
+        """The weight is what it was before `merge`, to the bit.
+
+        Raises ValueError where nothing is merged.
+        """
         if self.original is None:
             raise ValueError("this layer is not merged: call merge() first")
         self.base.weight, self.original = self.original, None
@@ -230,11 +236,16 @@ class LoraLinear(nn.Module):
 def wrap(
     linear: Linear, *, rank: int, alpha: int | float, name: str = "default", **options: Any
 ) -> LoraLinear:
-    """The layer, frozen, with an adapter of that name, active; `options` are those of `Adapter`.
+    """The layer, frozen, with an adapter of that name, active.
+
+    linear: plain, or split by tensor parallelism, or over NF4
+    rank, alpha: r and α of the adapter; `options` are its dropout and generator
 
     >>> layer = wrap(nn.Linear(6, 4), rank=2, alpha=4)
     >>> sum(p.numel() for p in layer.parameters() if p.requires_grad)
     20
+
+    Raises ValueError where ZeRO has cut the weight.
     """
     units.instance(linear, nn.Module, "wrap")
     if getattr(linear, "weight", torch.empty(0, 0)).dim() != 2:

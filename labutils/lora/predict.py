@@ -83,6 +83,10 @@ def saved(
     of `measure.saved_activations`, for an adapter called "default" without dropout and attention
     by SDPA. Frozen weights need none of it; gradients on their way to the first adapter do.
 
+    rank, pattern: r of the adapters, and the layers that have one
+    batch: rows of s tokens
+    frozen: how frozen weights are kept, "fp32", "bf16" or "nf4"
+
     Raises ValueError where `training_flops` does, and for a model with dropout.
     """
     if model.dropout:

@@ -49,6 +49,9 @@ def adapt(
     After `tensor_parallel.parallelize`, before `data_parallel.replicate` and `zero.shard`;
     checkpointing may come before or after.
 
+    rank, alpha: r and α; an adapter adds α/r·B·A
+    pattern: of layers, as in `targets`
+
     Invariant: until the first step the outputs are those of the module without it, to the bit.
     """
     instance(module, nn.Module, "adapt")
@@ -85,7 +88,10 @@ def adapted(module: nn.Module) -> dict[str, LoraLinear]:
 
 def activate(module: nn.Module, name: str | None) -> None:
     """Compute with the adapters of that name, which alone are trained, or with none; layers without
-    one of that name compute alone."""
+    one of that name compute alone.
+
+    Raises ValueError for a name that no layer has.
+    """
     layers = adapted(module).values()
     known = sorted({each for layer in layers for each in layer.adapters})
     if name is not None and name not in known:
@@ -125,7 +131,10 @@ def state(module: nn.Module, name: str = "default") -> dict[str, Tensor]:
 
 def quantize_base(module: GPT) -> GPT:
     """QLoRA's first step: every linear layer of the blocks keeps its weight in NF4, in place; then
-    `adapt` it."""
+    `adapt` it.
+
+    Raises TypeError for a layer that is not plain.
+    """
     instance(module, nn.Module, "quantize_base")
     able = {part.name for part in targets(module.config)}
     for path, layer in list(module.named_modules()):

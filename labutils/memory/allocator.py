@@ -91,7 +91,10 @@ class Allocator:
         self._next_address = 0
 
     def alloc(self, nbytes: int, name: str = "") -> int:
-        """The address of `nbytes` of memory."""
+        """The address of `nbytes` of memory.
+
+        Raises OutOfMemory where no free block and no new segment holds it.
+        """
         nbytes = units.whole(nbytes, "nbytes", 1)
         size = _up(nbytes, ALIGNMENT)
         pool = "small" if size <= SMALL else "large"
@@ -111,7 +114,10 @@ class Allocator:
         return block.address
 
     def free(self, address: int) -> None:
-        """Gives the block at `address` back to its segment, where it joins its free neighbors."""
+        """Gives the block at `address` back to its segment, where it joins its free neighbors.
+
+        Raises ValueError for an address that is not in use.
+        """
         block = self._used.pop(address, None)
         if block is None:
             why = "it was freed before, or it is not what alloc returned"

@@ -54,6 +54,7 @@ def korthikanti(
     >>> korthikanti(**layer, checkpointing="full").total == 2 * s * b * h  # full recomputation
     True
 
+    Raises ValueError for an unknown checkpointing, and where t divides not s or a.
     Source: Korthikanti et al. 2205.05198, section 4.1, equations 1 to 6 and table 2.
     """
     sizes = {"b": b, "s": s, "h": h, "a": a, "t": t}
@@ -84,6 +85,7 @@ def beyond_the_paper(model: ModelConfig, train: TrainConfig) -> Ledger:
 
     Invariant: L layers of `korthikanti` and these lines are `activations(model, train)`, to the
     byte.
+    Raises ValueError for a model of another kind.
     """
     b, (s, h, a, L) = train.micro_batch, model.letters("s h a L")
     made_for = {

@@ -150,8 +150,9 @@ def split(model: GPT, n: int, layers: Sequence[int] | None = None) -> nn.ModuleL
 
 
 def keep(model: GPT, schedule: Schedule, rank: int, layers: Sequence[int] | None = None) -> GPT:
-    """The model, changed in place: None instead of each layer, or end, that the rank does not run.
-    What other techniques then change and send is this rank's alone, and `split` comes after them.
+    """The model, changed in place: None instead of each layer, or end, that the rank does not run
+    under the schedule, whose stages have so many `layers` each, as in `split`. What other
+    techniques then change and send is this rank's alone, and `split` comes after them.
     """
     ends = itertools.accumulate(layers or cut(model.config, schedule.stages))
     mine, stage_of = placed(schedule, rank), [0] * model.config.num_layers

@@ -37,6 +37,8 @@ def fate(
 
     The numbers are taken times `scale`, a power of two, so that exponents move by whole numbers.
     Half of the smallest subnormal itself is counted as what it borders on.
+
+    Raises ValueError for a scale that is no power of two.
     """
     fmt = floats.named(fmt)
     shift = math.log2(scale) if scale > 0 and math.isfinite(scale) else math.nan

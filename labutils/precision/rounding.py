@@ -54,6 +54,8 @@ def round_to(
 
     Cost: about ten passes over cached memory. Invariant: equals `fmt.round` of every element
     (nearest, zero).
+    Raises TypeError for numbers of fewer than 16 bits; ValueError for an unknown mode or
+    overflow, and without a generator where one is needed.
     """
     units.instance(x, Tensor, "round_to")
     if x.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):

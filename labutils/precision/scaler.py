@@ -70,6 +70,8 @@ class LossScaler:
         """Divides the optimizer's gradients by the scale, once; whether all of them were finite.
 
         What clips comes after it.
+
+        Raises RuntimeError where they are unscaled already.
         """
         if id(optimizer) in self._finite:
             stepped = id(optimizer) in self._stepped
@@ -87,7 +89,10 @@ class LossScaler:
         return finite
 
     def step(self, optimizer: Any) -> bool:
-        """Steps the optimizer, unless a gradient is inf or NaN; whether it did. Unscales first."""
+        """Steps the optimizer, unless a gradient is inf or NaN; whether it did. Unscales first.
+
+        Raises RuntimeError for a second one before `update`.
+        """
         key = id(optimizer)
         if key in self._stepped:
             raise RuntimeError("step() was called twice: call update() once after every step")
@@ -98,7 +103,10 @@ class LossScaler:
         return finite
 
     def update(self) -> None:
-        """Moves the scale by what the last step found; once after every step, of all optimizers."""
+        """Moves the scale by what the last step found; once after every step, of all optimizers.
+
+        Raises RuntimeError before any `step`; FloatingPointError where the scale has come to 0.
+        """
         if not self._finite:
             raise RuntimeError("no gradients were looked at since the last update(): step() first")
         finite = all(self._finite.values())

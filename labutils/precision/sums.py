@@ -23,6 +23,8 @@ def running_sum(
 ) -> Float[Tensor, "*rows n"]:
     """All partial sums of each row, from left to right, every one rounded to fmt.
 
+    mode, generator: as in `round_to`
+
     >>> running_sum(torch.ones(4096), "fp16")[-1].item()
     2048.0
 

@@ -40,8 +40,8 @@ def states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: in
 def peak_states(
     model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0
 ) -> Ledger:
-    """Bytes of weights, gradients and what the optimizer keeps at the fullest moment of a step;
-    activations, which have a fullest moment of their own, are not in it.
+    """Bytes of weights, gradients and what the optimizer keeps on a rank at the fullest moment of a
+    step; activations, which have a fullest moment of their own, are not in it.
 
     By formula where ZeRO shares states over dp alone; elsewhere a dry run answers.
 

@@ -55,7 +55,10 @@ def rehearsal(
 def program(
     rank: Rank, model: ModelConfig, train: TrainConfig, messages: str = "matched"
 ) -> Rehearsal:
-    """What a rank runs, on any engine: a step of a training that has begun, recorded."""
+    """What a rank runs, on any engine: a step of a training that has begun, recorded.
+
+    messages: as in `rehearsal`
+    """
     mine = step.build(model, train, rank.mesh)(rank)
     rows = train.global_batch // rank.mesh.dp, model.seq_len // rank.mesh.cp
     sides = [torch.zeros(rows, dtype=torch.long) for _ in range(2)]

@@ -41,6 +41,8 @@ def fit(steps: Mapping[float, float]) -> Hyperbola:
 
     >>> fit({1: 110.0, 10: 20.0, 100: 11.0})
     Hyperbola(smin=10.0, emin=100.0)
+
+    Raises ValueError for fewer than two batch sizes, and where steps fit no hyperbola.
     """
     units.instance(steps, Mapping, "fit")
     if len(steps) < 2:

@@ -37,6 +37,8 @@ def noise_scale(found: Iterable[Spread]) -> float:
 
     >>> noise_scale([Spread(8.0, 1.0), Spread(8.0, 3.0)])
     4.0
+
+    Raises ValueError where the mean |G|² is not above 0.
     """
     found = list(found)
     signal = fmean(each.signal for each in found)

@@ -26,6 +26,7 @@ def scale_lr(lr: float, ratio: float, rule: Rule) -> float:
     >>> scale_lr(lr, ratio, "square root") == lr * sqrt(ratio)  # square root
     True
 
+    Raises ValueError for an unknown rule.
     Source: P. Goyal et al., 1706.02677, section 2.1 (linear).
     """
     if rule not in POWERS:
@@ -87,6 +88,8 @@ def wsd(step: int, steps: int, *, peak: float, decay: int, end: float = 0.0) -> 
 
     >>> [wsd(step, 6, peak=1.0, decay=2) for step in range(7)]
     [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
+
+    Raises ValueError for a decay longer than all steps.
     """
     step, steps = units.whole(step, "step"), units.whole(steps, "steps", 1)
     if (decay := units.whole(decay, "decay", 1)) > steps:
@@ -100,6 +103,8 @@ def shrinkage(lr: float, decay: float, steps: float) -> float:
     Each step multiplies by 1 − lr·decay. A batch k times as large takes k times fewer steps per
     epoch, so as much is left as before with a learning rate of k·lr and the same decay, or with
     √k·lr and √k·decay.
+
+    Raises ValueError where lr·decay is above 1.
     """
     product = units.positive(lr, "lr", or_zero=True) * units.positive(decay, "decay", or_zero=True)
     if product > 1:

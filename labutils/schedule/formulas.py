@@ -67,7 +67,8 @@ def bubble(
 
 
 def peak_in_flight(name: str, p: int, m: int, rank: int = 0, chunks: int = 1) -> int:
-    """Most activations that a rank holds at once, of one of its `chunks` and one micro-batch each.
+    """Most activations that a rank of the schedule `name` holds at once, of one of its `chunks` and
+    one micro-batch each.
 
     >>> [peak_in_flight("one_f_one_b", 4, 8, rank) for rank in range(4)]
     [4, 3, 2, 1]

@@ -54,6 +54,8 @@ def spell(
     say: of a rank, its sentence; W pays the oldest backward owed, brackets fuse, what is past the
         end of a stream is left out
     streams: of a rank's stages, what each letter but W stands for, in order
+    name, m: of the schedule, and its micro-batches
+    split: whether W stands apart from B
     """
     rows, fused = [], set()
     for rank in range(max(place) + 1):
@@ -93,6 +95,7 @@ def spell_line(
         take the chunks the other way
     last_first: backwards take the forwards from the last to the first
     lag: of a rank, how many backwards W trails B by; None where B is the whole backward
+    name, p, m: of the schedule, its ranks and its micro-batches
     """
     p, m, chunks = _sizes(p, m, chunks, 2 if lag is None else 3)
     n = m * chunks
@@ -239,6 +242,7 @@ def zb_auto(p: int, m: int, cap: int) -> Schedule:
     Rank i takes min(cap−1−i, k(p−1−i)) forwards first, and the W that memory then allows to be
     late; k is searched in 1, 1.1 … 4. Where `cap` is ample, less of it is tried too.
 
+    Raises ValueError for a cap below min(p, m).
     Source: the aim, not the search, of Qi et al. 2023, arXiv:2401.10241.
     """
     (p, m, _), cap = _sizes(p, m, kinds=3), units.whole(cap, "cap", 1)
@@ -316,6 +320,7 @@ def zb_v(p: int, m: int) -> Schedule:
 def dualpipe_v(p: int, m: int) -> Schedule:
     """The V of ZB-V in which a forward runs at once with a backward of the other chunk.
 
+    Raises ValueError for m < 2p.
     Source: DeepSeek's DualPipe repository, dualpipev.py; torch.distributed.pipelining's
     ScheduleDualPipeV.
     """
@@ -341,6 +346,7 @@ def dualpipe(p: int, m: int) -> Schedule:
     It is dualpipe_v(p/2, m/2), unfolded: ranks i and p−1−i run what its rank i runs, one for
     each direction. m counts both directions.
 
+    Raises ValueError where p or m is odd, or m < 2p.
     Source: DeepSeek-V3, arXiv:2412.19437, section 3 and Table 2; its repository's dualpipe.py.
     """
     p, m = units.whole(p, "p", 2), units.whole(m, "m", 1)

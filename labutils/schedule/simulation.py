@@ -40,7 +40,10 @@ class Durations:
                     raise ValueError(f"{name} must be a time of at least 0, got {time!r}")
 
     def of(self, kind: str, stages: int) -> list[float]:
-        """The time of F, B, W or O on each of so many stages."""
+        """The time of F, B, W or O on each of so many stages.
+
+        Raises ValueError for times of another number of stages.
+        """
         value = getattr(self, kind)
         if not isinstance(value, Sequence):
             return [value] * stages

@@ -40,6 +40,7 @@ def layer_timeline(
     link: a gather and a scatter take what they cost on a ring of it
     pieces: asynchronous tensor parallelism: a product starts with its own tokens while others
         arrive, and sums leave as they come; else each waits for all of the other
+    micro_batch: sequences; itemsize: bytes of a number in a message
 
     >>> model, link = ModelConfig.named("llama-2-7b"), Link(0, 100e9)
     >>> layer_timeline(model, 8, link, flops=500e12).hidden

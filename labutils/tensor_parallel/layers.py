@@ -55,7 +55,10 @@ def scatter_to(x: Float[Tensor, "b s h"], comm: Comm) -> Float[Tensor, "b s_t h"
 
 
 def share_of_tokens(s: int, comm: Comm) -> int:
-    """How many of s tokens each rank has."""
+    """How many of s tokens each rank has.
+
+    Raises ValueError where the ranks do not divide s.
+    """
     n = comm.size
     if s % n:
         remedy = f"cut it to {s - s % n} tokens or pad it to {s + -s % n}"
@@ -169,7 +172,10 @@ class Split(nn.Module):
 
     def share(self, p: Tensor, dim: int, pieces: int, what: str, parts: int) -> nn.Parameter:
         """A copy of this rank's of so many `parts` of a parameter, which is cut along `dim`, never
-        within one of its `pieces`; of fewer parts than ranks, neighbours have the same one."""
+        within one of its `pieces`; of fewer parts than ranks, neighbours have the same one.
+
+        Raises ValueError where parts or pieces do not divide; it says `what` they are.
+        """
         n, i = self.comm.size, self.comm.rank
         if n % parts or pieces % parts:
             padded = pieces + -pieces % n

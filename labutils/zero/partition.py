@@ -30,7 +30,10 @@ class Partition:
         return self.padded - self.numel
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Where the elements of `rank` begin and end, without padding; a rank may have none."""
+        """Where the elements of `rank` begin and end, without padding; a rank may have none.
+
+        Raises ValueError for a rank that has no share.
+        """
         if not 0 <= (rank := units.whole(rank, "rank")) < self.n:
             raise ValueError(f"rank {rank} has no share: there are {self.n}, use 0 … {self.n - 1}")
         return min(rank * self.share, self.numel), min((rank + 1) * self.share, self.numel)

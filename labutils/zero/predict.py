@@ -41,7 +41,8 @@ def _level(level: int) -> int:
 def model_states(
     num_params: int | float, n: int, level: int, *, K: int = 12, gradient_bytes: int = 2
 ) -> Ledger:
-    """Bytes of model states on each of n devices: 2, `gradient_bytes` and K for a parameter.
+    """Bytes of model states on each of n devices at a ZeRO level, of `num_params` parameters: 2,
+    `gradient_bytes` and K for each.
 
     >>> [round(model_states(7.5e9, 64, level).total / units.GB, 1) for level in (0, 1, 2, 3)]
     [120.0, 31.4, 16.6, 1.9]

@@ -40,7 +40,10 @@ class Reducer:
                 whole.register_post_accumulate_grad_hook(hook)
 
     def collect(self, flat: FlatParameter, i: int, parameter: nn.Parameter) -> None:
-        """A hook: the gradient of parameter `i` is there. Take it, and reduce what is complete."""
+        """A hook: the gradient of parameter `i` is there. Take it, and reduce what is complete.
+
+        Raises RuntimeError for a gradient that comes again after it was reduced.
+        """
         if self.eager and gradients.postpone(parameter):
             return
         if self.eager:

@@ -42,6 +42,7 @@ def shard(
     reduce_dtype  in which gradients are reduced; unless given, that in which they are computed
 
     Cost: bytes sent as in `predict.sent`, held as in `predict.peak_states`.
+    Raises TypeError for what is no module.
     Source: Rajbhandari et al. 1910.02054, sections 5.3 and 7.2.2; Zhao et al. 2304.11277. Named as
     in PyTorch's `fully_shard`.
     """
@@ -59,7 +60,10 @@ def shard(
 
 
 def sharded_of(module: nn.Module) -> "Sharded":
-    """What `shard` left with a module."""
+    """What `shard` left with a module.
+
+    Raises ValueError for a module that is whole.
+    """
     units.instance(module, nn.Module, "zero")
     if "_sharded" not in vars(module):
         raise ValueError(f"this {type(module).__name__} is whole: zero.shard it first")

@@ -50,7 +50,8 @@ def save(
     comm: Comm | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write weights and optimizer state to a file; all ranks do, and it is there when they return.
+    """Write weights and optimizer state to the file `path`; all ranks do, and it is there when they
+    return.
 
     module       of this rank; or several, as the stages that it has of a pipeline
     optimizer    a zero.Optimizer, precision.MasterWeights or torch's own; or several
@@ -96,8 +97,8 @@ def load(
     *,
     comm: Comm | None = None,
 ) -> dict[str, Any]:
-    """Go on from a file that `save` wrote, which every rank must be able to read; what it was given
-    as `about`. Arguments are those of `save`.
+    """Go on from the file `path` that `save` wrote, which every rank must be able to read; what it
+    was given as `about`. module, optimizer and comm are as those of `save`.
 
     Trained parameters must be the same by name, shape and group; frozen ones that the file does not
     know stay as they are. The ModelConfig must be the same in all that gives weights their meaning:
