@@ -198,6 +198,13 @@ class Estimate:
         path = rates_.critical_path(self.job.model, self.plan, self.job.rates, self.job.cluster)
         return {name: float(s) for name, s in path.parts(self.job.rates).items()}
 
+    @functools.cached_property
+    def fullest(self) -> int:
+        """The place on the pipeline of the rank that holds most."""
+        at = stages.places(self.job.model, self.plan)
+        held = stages.bytes_of(self.job.model, self.plan, self.job.stack, at)
+        return int(at.rank[held.argmax()])
+
     @property
     def tokens_per_second(self) -> float:
         """Of one GPU."""
@@ -343,12 +350,10 @@ def why(found: Found, plan: Plan) -> str:
         return f"illegal: {reason}"
     mine = estimate(job, plan)
     if not mine.fits:
-        at = stages.places(job.model, plan)
-        rank = int(at.rank[stages.bytes_of(job.model, plan, job.stack, at).argmax()])
-        lines = stages.ledger(job.model, plan, rank, job.stack)
+        lines = stages.ledger(job.model, plan, mine.fullest, job.stack)
         largest = max(lines, key=lambda line: line.amount)
         return (
-            f"does not fit: rank {rank} of the pipeline needs {units.text(mine.peak)} of "
+            f"does not fit: rank {mine.fullest} of the pipeline needs {units.text(mine.peak)} of "
             f"{units.text(job.cluster.room)}, {units.text(largest.amount)} of it {largest.name}"
         )
     best = found.fastest
