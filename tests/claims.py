@@ -179,14 +179,22 @@ def utilization(
     return used, used * (1 + again)
 
 
-def tensor_parallel_exposed() -> tuple[int, int]:
-    """Percent of a layer's forward pass that no rank computes: Llama-3.1-70B, 8192 tokens, H100s,
-    8 in a node and 16 on eight rings across two."""
+def tensor_parallel_exposed(beside: int | None = None) -> tuple[int, ...]:
+    """Percent of a layer's forward pass that no rank computes, or of a step with so many of the
+    three messages of a backward half beside a product: Llama-3.1-70B, 8192 tokens, H100s, 8 in a
+    node and 16 on eight rings across two."""
     model = dataclasses.replace(ModelConfig.named("llama-3.1-70b"), seq_len=8192)
-    device = config.Hardware.named("H100")
-    at = ((n, device.ring(n)) for n in (8, 16))
-    found = (tensor_parallel.layer_timeline(model, *each, flops=device.rate()) for each in at)
-    return tuple(round(100 * each.exposed / each.makespan) for each in found)
+    device, found = config.Hardware.named("H100"), []
+    for n in (8, 16):
+        layer = tensor_parallel.layer_timeline(model, n, device.ring(n), flops=device.rate())
+        waits, works, message = layer.exposed, layer.makespan - layer.exposed, layer.exposed / 4
+        if beside is not None:
+            forward = [span for span in layer.spans if span.kind == "forward"]
+            products = [forward[i].end - forward[i].start for i in (0, 3)]  # by columns
+            late = sum(max(0.0, message - seconds) for seconds in products)
+            waits, works = waits + 2 * (3 - beside) * message + beside * late, 3 * works
+        found.append(round(100 * waits / (waits + works)))
+    return tuple(found)
 
 
 def sent_by_a_layer(sequence: bool, ranks: int = 4) -> dict[str, int]:

@@ -540,9 +540,31 @@ f"on a single ring: {through_one.makespan / eight.makespan:.1f} times as long"
 
 # %% [markdown]
 # Twice the devices do not halve the time: each computes half as much, and sends about as much as before. Compared with eight, about a third of the sixteen is wasted, and on a single ring, through one of eight links, they would even take longer than eight in a node. So TP stays in a node where another axis can use the second.
-# The ZeRO paper, whose examples of it are T5 (11 billion parameters) and Megatron-LM (8.3 billion), reports for 40 billion across two nodes about 5 TFLOP/s per V100, under 5 % of the peak.
 #
-# **A law.** With GPT's widths, and without attention's scores, a layer has 12h² weights, so its products take 24·b·s·h² FLOPs forward, a t-th on each rank. The four halves carry (t − 1)/t · b·s·h numbers each, of two bytes. Computing takes at least as long as sending if
+# ### Further: and over a training step?
+#
+# Backward a layer computes twice as much, sends its four halves again, and gathers twice what was not kept. That gather can hide behind the product that gives the input's gradient, the scatter of this gradient behind that of the weights'. Both take as long as the product by columns. None, one or both hidden:
+
+
+# %%
+def of_a_step(layer, beside):
+    """Share of a step that ranks wait, `beside` of three messages behind a product."""
+    message, qkv, *_, up, _, _ = (span.end - span.start for span in layer.spans)
+    left = [max(0, message - product) for product in (qkv, up)]
+    waiting = layer.exposed + 2 * (3 - beside) * message + beside * sum(left)
+    return waiting / (waiting + 3 * (layer.makespan - layer.exposed))
+
+
+for where, layer in {"in a node": eight, "across two": sixteen}.items():
+    print(f"{where:10}", *(f"{of_a_step(layer, beside):.0%}" for beside in range(3)))
+
+# %% [markdown]
+# A message that takes longer than the short product of queries, keys and values does not hide wholly. The last column is Megatron-LM's.
+
+# %% [markdown]
+# ### Which width is enough?
+#
+# With GPT's widths, and without attention's scores, a layer has 12h² weights, so its products take 24·b·s·h² FLOPs forward, a t-th on each rank. The four halves carry (t − 1)/t · b·s·h numbers each, of two bytes. Computing takes at least as long as sending if
 #
 # $$ \frac{24\,b\,s\,h^2}{t\,F} \;\ge\; \frac{8\,b\,s\,h}{\mathrm{bw}}\cdot\frac{t-1}{t} \quad\Longleftrightarrow\quad \frac{h}{t-1} \;\ge\; \frac{F}{3\,\mathrm{bw}}. $$
 #
@@ -719,8 +741,8 @@ explore(
 # >   <!-- claim: [round(memory.korthikanti(b=1, s=2048, h=12288, a=96, **how).total / 1e9, 2) for how in ({}, {"t": 8}, {"t": 8, "sequence": True})] == [2.87, 0.58, 0.36] -->
 # > - Parameters that each rank applies to its own tokens have gradients to be summed. No output shows it.
 # > - Forward, ranks compute as long as they wait if h/(t − 1) = F/(3·bw), the width per rank. Batch and layers do not matter, latency left out; a long sequence helps by attention's scores alone.
-# > - Its communication is exposed: of a layer of Llama-3.1-70B 29 % of the forward pass within a node of H100s, 52 % across two and eight links; of a step 21 and 42 %, if the extra gather hides.
-# >   <!-- claim: claims.tensor_parallel_exposed() == (29, 52) -->
+# > - Its communication is exposed: of a layer of Llama-3.1-70B 29 % of the forward pass within a node of H100s, 52 % across two and eight links; of a step 22 and 44 % if the extra gather hides behind its product, 18 and 40 % if a scatter does, too.
+# >   <!-- claim: [claims.tensor_parallel_exposed(n) for n in (None, 1, 2)] == [(29, 52), (22, 44), (18, 40)] -->
 #
 # Next: [lab 11](11_context_parallel.ipynb) cuts the sequence everywhere, also in attention.
 
@@ -730,6 +752,5 @@ explore(
 # - M. Shoeybi et al., *Megatron-LM*, arXiv:1909.08053 (2019): section 3, f and g, vocabulary-parallel embedding and loss.
 # - V. Korthikanti et al., *Reducing activation recomputation in large transformer models*, arXiv:2205.05198 (2022): section 4.2 (equations 2 to 4), table 2.
 # - D. Narayanan et al., *Efficient large-scale language model training on GPU clusters using Megatron-LM*, arXiv:2104.04473 (2021): sections 2.3 and 3.2.
-# - S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054 (2019): section 1, on T5, Megatron-LM and two nodes.
 # - H. He, L. Wright, L. Wehrstedt, T. Liu, W. Liang, *Introducing async tensor parallelism in PyTorch*, PyTorch forum, distributed with TorchTitan (2024).
 # - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025). PyTorch 2.13, *Tensor Parallelism – torch.distributed.tensor.parallel*.
