@@ -70,6 +70,7 @@ def accumulate(
     over things and layers that treat each row on its own.
     Cost: the activations of one micro-batch at a time; the gradients stay from the first
     micro-batch to the step.
+    Raises ValueError where nothing counts, or more than `total` says.
     """
     batches = _all(batches, loss)
     weights = [(weigh or _rows)(batch) for batch in batches]
@@ -127,7 +128,8 @@ def epoch(
 ) -> int:
     """Optimizer steps taken on all `batches`, `k` micro-batches of equal weight to a step.
 
-    The last step may have fewer. The gradient of each step is clipped to `max_norm`.
+    The last step may have fewer. The gradient of each step of the optimizer is clipped to
+    `max_norm`. `loss` is that of `accumulate`.
     """
     units.optimizer(optimizer, "epoch")
     batches, k = _all(batches, loss), units.whole(k, "k", 1)
@@ -192,7 +194,7 @@ class _Sums(dict):
 def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) -> int:
     """Tokens that one optimizer step learns from, over all `dp` ranks.
 
-    micro_batch: sequences in a micro-batch
+    micro_batch: sequences in a micro-batch of seq_len tokens
     accumulation: micro-batches of a rank
 
     >>> tokens_per_step(micro_batch=2, accumulation=4, dp=128, seq_len=4096)

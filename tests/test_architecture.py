@@ -197,9 +197,7 @@ def test_one_concept_has_one_name(name):
 # They mean the same everywhere: what a person chooses, the ranks, and a tensor that comes in.
 EVERYWHERE = {"model", "train", "mesh", "comm", "x", "q", "k", "v", "p"}
 # Where docstrings do not name all arguments and errors yet.
-SHORT_OF_WORDS = {"accumulation", "checkpointing", "collectives", "context_parallel", "planner"}
-SHORT_OF_WORDS |= {"data_parallel", "expert_parallel", "flash", "precision", "quantization"}
-SHORT_OF_WORDS |= {"scaling", "world"}
+SHORT_OF_WORDS = {"collectives", "context_parallel", "expert_parallel", "flash", "planner", "world"}
 
 
 def untold(body):

@@ -75,14 +75,15 @@ class Costs:
 
     @classmethod
     def uniform(
-        cls, n: int, *, forward: Cost = 1, output: int = 1, interior: int = 0, gradient: int = 0
+        cls, n: int, *, output: int = 1, interior: int = 0, gradient: int = 0
     ) -> "Costs":
-        """n equal stages whose input is as large as their outputs.
+        """n equal stages of cost 1 whose input is as large as their outputs.
 
-        Gradients are left out unless given: they are the same in every plan.
+        output, interior, gradient: bytes of each; without gradients, which are the same in every
+            plan, unless given
         """
         n = units.whole(n, "n", 1)
-        return cls((Stage(forward, output, interior, gradient),) * n, output, gradient)
+        return cls((Stage(1, output, interior, gradient),) * n, output, gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +327,7 @@ def segments(n: int, k: int) -> Plan:
     True
 
     Cost: n + (n − last segment) forward evaluations; about k + n/k values held.
+    Raises ValueError for a k that is not 1 … n.
     Source: Chen et al. 1604.06174, algorithm 1 and eq. (1).
     """
     n = units.whole(n, "n", 1)

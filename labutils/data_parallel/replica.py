@@ -75,7 +75,10 @@ class Replica(nn.Module):
             self.synchronize = before
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """The hook: puts a complete gradient into its bucket, and sends buckets that are full."""
+        """The hook: puts a complete gradient into its bucket, and sends buckets that are full.
+
+        Raises RuntimeError for a second gradient of a parameter.
+        """
         name, bucket, view = self._home[parameter]
         self._start()
         self._stamps.append(("backward", name.rpartition(".")[0] or name, time.perf_counter()))
@@ -119,7 +122,10 @@ class Replica(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(self.backward_done)
 
     def backward_done(self) -> None:
-        """Runs when the backward pass is over: waits until all buckets have travelled."""
+        """Runs when the backward pass is over: waits until all buckets have travelled.
+
+        Raises RuntimeError where a gradient has not come.
+        """
         missing = [name for p, (name, _, _) in self._home.items() if p not in self._came]
         if self._came and missing:
             rank, names = self.comm.rank, ", ".join(missing)

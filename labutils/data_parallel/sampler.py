@@ -9,13 +9,14 @@ from labutils.world import Comm
 def sampler(length: int, rank: int, size: int, *, epoch: int = 0, seed: int = 0) -> list[int]:
     """The indices, out of `length` examples, that `rank` of `size` reads in `epoch`.
 
-    They are shuffled anew in each epoch, and equally many on all ranks.
+    They are shuffled anew in each epoch by seed + epoch, and equally many on all ranks.
 
     >>> [len(sampler(10, rank, 4)) for rank in range(4)]  # two examples come twice
     [3, 3, 3, 3]
 
     Invariant: every example is read, −length mod size of them twice, so that no rank has a batch
     that others wait for. The same as `torch.utils.data.DistributedSampler`.
+    Raises ValueError for a rank that is none of `size`.
     """
     size = units.whole(size, "size", 1)
     length, rank, epoch, seed = units.wholes(length=length, rank=rank, epoch=epoch, seed=seed)

@@ -33,6 +33,7 @@ def error_feedback(
     eliminated.
 
     scales: of every weight, or to be expanded to that, in place of those of the granularity
+    fmt, granularity: as in `quantize`
     """
     kept = quantize(w, fmt, granularity=granularity)
     top = kept.integers.max

@@ -101,8 +101,9 @@ def to_eight(
     *,
     scale: Tensor | None = None,
 ) -> Eight:
-    """x in 8 bits, with a scale for each tile, or one for all of it, from its largest |x| now; or
-    with a `scale` that is known already. What comes back of a NaN or an infinity is NaN.
+    """x in 8 bits of a dtype, with a scale for each tile, or one for all of it, from its largest
+    |x| now; or with a `scale` that is known already. What comes back of a NaN or an infinity is
+    NaN.
 
     >>> eight = to_eight(torch.tensor([[1.0, 0.3], [-2.0, 0.0]]), E4M3)
     >>> eight.codes.tolist(), round(1 / eight.inverse.item(), 3)
@@ -255,7 +256,10 @@ class Fp8Linear(Fp8Products):
         self.weight, self.bias = whole.weight, whole.bias
 
     def share_with(self, split: Split) -> None:
-        """Give the share of this layer that tensor parallelism has made products of 8 bits, too."""
+        """Give the share of this layer that tensor parallelism has made products of 8 bits, too.
+
+        Raises TypeError where weights are kept in 8 bits.
+        """
         if self.weight.dtype.itemsize == 1:
             remedy = "parallelize the model, then use_fp8, and step another optimizer than KeptAdam"
             raise TypeError(f"weights that are kept in 8 bits are not split: {remedy}")

@@ -80,7 +80,9 @@ def from_blocks(
     signed: bool = True,
     block: int | None = STATE_BLOCK,
 ) -> Float[Tensor, "..."]:
-    """The numbers behind the codes, in fp32."""
+    """The numbers behind the blocks of `to_blocks`, in fp32 and their shape; `signed` and `block`
+    as they were there.
+    """
     n = blocks.codes.numel()
     block = block or max(n, 1)
     numbers = dynamic_code(signed, blocks.codes.device)[blocks.codes.int()]
@@ -164,7 +166,9 @@ class Adam8(LowBits):
 
 
 def adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]) -> None:
-    """A step of AdamW, in place, of p and its moments m and v: fp32 tensors of one shape."""
+    """A step of AdamW, in place, of p, its gradient g and its moments m and v: fp32 tensors of one
+    shape. `group` has lr, betas, eps and weight_decay, and `step` counts from 1.
+    """
     beta1, beta2 = group["betas"]
     m.lerp_(g, 1 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)

@@ -96,7 +96,8 @@ def to_nf4(x: Float[Tensor, "..."], *, double: bool = True) -> UInt8[Tensor, " n
 def from_nf4(
     packed: UInt8[Tensor, " nbytes"], shape: tuple[int, ...], dtype: Any, *, double: bool = True
 ) -> Float[Tensor, "..."]:
-    """The numbers behind the bytes of `to_nf4`, in their shape and a dtype.
+    """The numbers behind the bytes `packed` by `to_nf4`, in their shape and a dtype; `double` as it
+    was there.
 
     Raises ValueError where there are fewer or more bytes than this shape has.
     """

@@ -42,7 +42,10 @@ class Quantized:
 
     @property
     def integers(self) -> IntFormat:
-        """The format, which must be one of integers."""
+        """The format, which must be one of integers.
+
+        Raises TypeError for another format.
+        """
         if not isinstance(self.fmt, IntFormat):
             raise TypeError(f"these codes are no integers but {self.fmt!r}: quantize to int8, say")
         return self.fmt
@@ -127,7 +130,8 @@ def quantized_bytes(
     granularity: Granularity = None,
     affine: bool = False,
 ) -> Ledger:
-    """The bytes of a tensor of this shape after `quantize`: codes, scales and zero points.
+    """The bytes of a tensor of this shape after `quantize` of this fmt, granularity and affine:
+    codes, scales and zero points.
 
     >>> sizes = [quantized_bytes((512, 512), "int4", granularity=g).total for g in ("row", 64)]
     >>> [8 * nbytes / 512**2 for nbytes in sizes]

@@ -14,7 +14,7 @@ class Spread(NamedTuple):
 
 
 def estimate_spread(small: float, large: float, b: float, B: float) -> Spread:
-    """tr Σ and |G|² from mean squared lengths of gradients of b examples and of B.
+    """tr Σ and |G|² from mean squared lengths of gradients: `small` of b examples, `large` of B.
 
     A batch of b has E|g|² = |G|² + tr Σ / b: two sizes are two equations. Gradients of single
     examples are b = 1 and their mean B = n; ranks before and after their all-reduce are b and N·b.
@@ -22,6 +22,7 @@ def estimate_spread(small: float, large: float, b: float, B: float) -> Spread:
     >>> estimate_spread(small=9.0, large=3.0, b=1, B=4)
     Spread(trace=8.0, signal=1.0)
 
+    Raises ValueError unless 0 < b < B.
     Source: S. McCandlish et al., An empirical model of large-batch training, 1812.06162.
     """
     if not 0 < b < B:

@@ -47,8 +47,8 @@ def scale_decay(decay: float, ratio: float, rule: Rule) -> float:
 
 
 def warm_up(step: int, steps: int, *, start: float, end: float) -> float:
-    """The learning rate of iteration `step` (from 0), which grows by equal amounts for `steps`
-    iterations and then stays at `end`.
+    """The learning rate of iteration `step` (from 0), which grows by equal amounts from `start` for
+    `steps` iterations and then stays at `end`.
 
     Goyal's gradual warm-up starts at η and ends at kη; what is often told, and what most libraries
     do, starts at 0.
@@ -73,7 +73,8 @@ def gradual(ratio: float, share: float) -> Callable[[int, int], float]:
 
 
 def cosine(step: int, steps: int, *, peak: float, end: float = 0.0) -> float:
-    """The learning rate of iteration `step` (from 0): from `peak` to `end` along half a cosine.
+    """The learning rate of iteration `step` (from 0) of so many `steps`: from `peak` to `end` along
+    half a cosine.
 
     >>> [round(cosine(step, 4, peak=1.0), 2) for step in range(6)]
     [1.0, 0.85, 0.5, 0.15, 0.0, 0.0]
