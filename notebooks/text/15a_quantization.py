@@ -419,7 +419,9 @@ for name, inputs in {
     "A4, rotated, a scale per token": int4,
     "A8, rotated, one scale": one,
 }.items():
-    found = [quantized(exact, turned(int8, R), turned(inputs, R))(unseen) for R in (0, 1)]
+    found = [
+        quantized(exact, turned(int8, R), turned(inputs, R))(unseen) for R in (0, 1)
+    ]
     for each in found:
         print(f"{name:30} {lost_by(each):.2g} % lost,", end=" ")
         print(f"{kept_neighbors(each):.1f} of 5")
