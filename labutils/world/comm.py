@@ -59,6 +59,7 @@ class Comm:
         self._name: str | None = None
         self._call: CallSite | None = None
         self._background: Background | None = None
+        self._open: list[Request] | None = None  # messages that `at_once` will wait for
 
     def __repr__(self) -> str:
         return f"Comm(axis={self.axis!r}, rank={self.rank}, size={self.size})"
@@ -152,9 +153,25 @@ class Comm:
         name = self._name or call.op
         event = Event(name, self.axis, send.peer, x.nbytes, receive.peer, out.nbytes)
         self._events.append(event)
-        self._endpoint.wait(send)
-        self._endpoint.wait(receive)
+        if self._open is None:
+            self._endpoint.wait(send)
+            self._endpoint.wait(receive)
+        else:
+            self._open += send, receive
         return out
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """`send_recv` inside does not wait: all have gone and come at the end of the region, and
+        what they fill is not to be read before."""
+        self._open = []
+        try:
+            yield
+            requests = self._open
+        finally:
+            self._open = None
+        for request in requests:
+            self._endpoint.wait(request)
 
     def isend(self, x: Tensor, dst: int) -> Work:
         """A `Work` that is done when rank `dst` has received `x`; don't write into `x` before."""
@@ -279,7 +296,7 @@ class Comm:
             got = f"all_to_all got {len(x)} rows for {self.size} ranks, which are no equal shares"
             raise ValueError(f"{got}: pass send_sizes and recv_sizes")
         arguments = _given(send_sizes=send_sizes, recv_sizes=recv_sizes)
-        return self._collective("all_to_all", collectives.all_to_all_pairwise, x, arguments, **how)
+        return self._collective("all_to_all", _all_to_all, x, arguments, **how)
 
     def barrier(self) -> None:
         """Nothing, once every rank has come here.
@@ -357,6 +374,12 @@ def _signature(op: str, x: Tensor, arguments: dict[str, Any]) -> str:
     if op == "all_to_all" and arguments:
         return f"{op}({texts[0]}, sizes given)"
     return f"{op}({', '.join(texts + [f'{name}={value}' for name, value in arguments.items()])})"
+
+
+def _all_to_all(x: Tensor, comm: Comm, **sizes: Any) -> Tensor:
+    """Pairwise, but no step waits for the one before: each has another pair of ranks."""
+    with comm.at_once():
+        return collectives.all_to_all_pairwise(x, comm, **sizes)
 
 
 def _dissemination_barrier(nothing: Tensor, comm: Comm) -> None:

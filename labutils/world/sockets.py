@@ -181,6 +181,7 @@ class SocketEndpoint(Endpoint):
         self.progress.seen = None
         self.waiting: dict[Request, float] = {}
         self.watched: deque[Request] = deque()
+        self.news = threading.Semaphore(0)  # of what is watched, which the watcher sleeps on
         self.sends: dict[tuple, deque[Request]] = defaultdict(deque)
         self.recvs: dict[tuple, deque[Request]] = defaultdict(deque)
         self.ready: dict[tuple, deque[str]] = defaultdict(deque)
@@ -191,7 +192,9 @@ class SocketEndpoint(Endpoint):
     def leave(self, over: bool) -> None:
         self.stopped = True
         if self.watcher is not None:
+            self.news.release()
             self.watcher.join(1)
+            self.watcher = None
         if over:
             self.progress.publish(self.rank, ENDED, 0, 0)
 
@@ -244,7 +247,8 @@ class SocketEndpoint(Endpoint):
     def watch(self, request: Request) -> None:
         if not request.done:
             self.watched.append(request)
-            if self.watcher is None or not self.watcher.is_alive():
+            self.news.release()
+            if self.watcher is None:
                 self.watcher = threading.Thread(target=self._watch, name="messages", daemon=True)
                 self.watcher.start()
 
@@ -293,12 +297,13 @@ class SocketEndpoint(Endpoint):
                     return request.wakeup.set()
 
     def _watch(self) -> None:
-        while self.watched:
+        watched, news = self.watched, self.news
+        while news.acquire() and watched:
             try:
-                self._until(self.watched[0])
+                self._until(watched[0])
             except Stopped:
                 return
-            self.watched.popleft()
+            watched.popleft()
 
     def _drive(self) -> None:
         """Move what can be moved; with nothing to move for a while, look around."""
