@@ -431,6 +431,35 @@ def test_messages_and_collectives_move_while_ranks_compute(four):
     assert four.run(program) == [(True, float((i - 1) % 4), 6.0) for i in range(4)]
 
 
+def test_messages_at_once_do_not_wait_for_each_other(four):
+    """In an order in which each would wait for the next one for ever."""
+
+    def program(rank):
+        comm = rank.comm()
+        outs = [torch.empty(30_000) for _ in range(2)]
+        with comm.at_once():
+            for k, out in zip((1, 3), outs, strict=True):
+                peer = (rank.rank + k) % 4
+                comm.send_recv(torch.full((len(out),), float(rank.rank)), peer, out, peer)
+        return [out.unique().tolist() for out in outs]
+
+    assert four.run(program) == [[[float((i + k) % 4)] for k in (1, 3)] for i in range(4)]
+
+
+def test_one_thread_watches_all_messages_of_a_run(processes):
+    def program(rank):
+        comm, seen = rank.comm(), set()
+        x = torch.full((30_000,), float(rank.rank))
+        for _ in range(5):
+            works = comm.isend(x, (rank.rank + 1) % 4), comm.irecv(x * 0, (rank.rank - 1) % 4)
+            seen |= {each for each in threading.enumerate() if each.name == "messages"}
+            x = [work.wait() for work in works][1]
+        return len(seen), x[0].item()
+
+    for _ in range(2):  # a run has its own
+        assert processes.run(program) == [(1, float((i - 5) % 4)) for i in range(4)]
+
+
 def test_asynchronous_work_is_booked_where_it_was_started(four):
     def program(rank):
         comm = rank.comm("dp")

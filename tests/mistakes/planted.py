@@ -601,6 +601,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("distance *= 2", "distance += 2"),
         ("if out.shape != result.shape or out.dtype != result.dtype:", "if out.shape != result.shape:"),
         ('{name: [units.whole(size, name) for size in each]', '{name: list(each)'),
+        ("self._open = []", "self._open = None"),
     ],
     ("world/errors", "test_world"): [
         ('re.compile(r"(?<!\\S)\\S*ipykernel', 're.compile(r"\\S*ipykernel'),
@@ -621,6 +622,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("elif current and kind == _READY:", "elif kind == _READY:"),
         ('    fcntl.flock(lock, fcntl.LOCK_EX)\n', ''),
         ('<= _PATH else', '<= 200 else'),
+        ("while news.acquire() and watched:", "while watched:"),
     ],
     ("world/messages", "test_world"): [
         ("        request.tensor = NO_TENSOR", "        pass"),
