@@ -448,16 +448,16 @@ def test_messages_at_once_do_not_wait_for_each_other(four):
 
 def test_one_thread_watches_all_messages_of_a_run(processes):
     def program(rank):
-        comm, seen = rank.comm(), set()
+        comm, seen = rank.comm(), []
         x = torch.full((30_000,), float(rank.rank))
         for _ in range(5):
             works = comm.isend(x, (rank.rank + 1) % 4), comm.irecv(x * 0, (rank.rank - 1) % 4)
-            seen |= {each for each in threading.enumerate() if each.name == "messages"}
+            seen.append([each for each in threading.enumerate() if each.name == "messages"])
             x = [work.wait() for work in works][1]
-        return len(seen), x[0].item()
+        return len(seen[0]), all(each == seen[0] for each in seen), x[0].item()
 
     for _ in range(2):  # a run has its own
-        assert processes.run(program) == [(1, float((i - 5) % 4)) for i in range(4)]
+        assert processes.run(program) == [(1, True, float((i - 5) % 4)) for i in range(4)]
 
 
 def test_asynchronous_work_is_booked_where_it_was_started(four):
