@@ -1,8 +1,10 @@
 """examples/train.py: one process and any mesh train alike, a plan starts it, and a killed run ends as one that was not."""
 
 import json
+import math
 import os
 import pathlib
+import re
 import runpy
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import run
 
 from labutils import huggingface
 from labutils.planner.__main__ import main as planner
@@ -214,3 +217,27 @@ def test_bad_options_are_refused_with_what_would_do(options, told, monkeypatch, 
     with pytest.raises(SystemExit) as exit:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert exit.value.code == 2 and told in capsys.readouterr().err
+
+
+def torchruns():
+    """The README's torchrun commands, a line each, from `torchrun` on."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    return [line[line.index("torchrun ") :].split()[1:] for line in text.splitlines()
+            if re.search(r"\btorchrun .*examples/train\.py", line)]  # fmt: skip
+
+
+def test_torchrun_and_the_script_take_the_readmes_lines():
+    """For one node, for several, and in Slurm's script: ranks make up the mesh."""
+    options, met = runpy.run_path(str(SCRIPT))["options"](), []
+    for words in torchruns():
+        words = ["2" if word == '"$SLURM_NNODES"' else word for word in words]
+        torch_ = run.parse_args(words)
+        mine = options.parse_args(torch_.training_script_args)
+        assert (ROOT / torch_.training_script).samefile(SCRIPT)
+        met.append(torch_.nnodes)
+        if not mine.plan:
+            ranks = int(torch_.nnodes.split(":")[0]) * int(torch_.nproc_per_node)
+            assert math.prod(getattr(mine, axis) or 1 for axis in ("pp", "dp", "cp", "tp")) == ranks
+        if torch_.nnodes == "2":
+            assert torch_.rdzv_backend == "c10d" and torch_.rdzv_id and torch_.rdzv_endpoint
+    assert sorted(set(met)) == ["1:1", "2"] and met.count("2") == 2 and len(met) >= 4

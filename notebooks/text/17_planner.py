@@ -355,7 +355,7 @@ for found in [every.fastest, *every.best(3)]:
     print(f"{found.seconds:.1f} s {found.peak / 1e9:.1f} GB  {text_of(found.plan)}")
 
 # %% [markdown]
-# Fastest first, then the first three of the ties, with most headroom and fewest axes first. They have little in common. (Within 7 %, the worst error above, are 40 and more.) Why not another plan? Ask for the reason:
+# Fastest first, then the first three of the ties, with most headroom and fewest axes first. They have little in common. (Within 7 %, the worst error above, are over 40.) Why not another plan?
 
 
 # %%
@@ -473,7 +473,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# The ranking hangs on the assumption. `dp1 tp2 cp4 pp8` with chunks and ZeRO-1 is 7 % behind where all is hidden, and 3 % where nothing is; the winner may lose 68 %. If you cannot measure the overlap of your stack, plan for the step that you can defend.
+# The ranking hangs on it. `dp1 tp2 cp4 pp8` with chunks and ZeRO-1 is 7 % behind where all is hidden, and 3 % where nothing is; the winner may lose 68 %. If you cannot measure the overlap of your stack, plan for the step that you can defend.
 
 # %% [markdown]
 # ### Further: the other assumptions
@@ -574,7 +574,7 @@ explore(knobs, tp=[1, 2, 4, 8], cp=[1, 2, 4, 8], pp=[1, 8], zero=[1, 3])
 # %% [markdown]
 # ## In practice
 #
-# From a shell, for any `config.json`: `python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100`. Flags for Megatron-LM, torchtitan and Accelerate come with `--export`:
+# From a shell, with any `config.json`: `python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100`. Flags for Megatron-LM, torchtitan and Accelerate come with `--export`:
 
 # %%
 print(export("megatron", llama, tied))
@@ -584,7 +584,7 @@ print(export("megatron", llama, tied))
 #
 # ### True under a condition
 #
-# **"Empiric rule: model_size*18 < 75% of gpu"**; if so, "then you don't need any model parallelism" (2021). True for short sequences: Qwen2-0.5B has 8.9 GB by this rule, and 177 GB with 131,072 tokens. Nor the reverse: Llama-3.1-8B has 145 GB, and takes 60 on each of eight GPUs with ZeRO-3. <!-- erratum: PL-09 -->
+# **"Empiric rule: model_size*18 < 75% of gpu (to take in account additional activation memory)"**; if so, "then you don't need any model parallelism" (2021). True of short sequences: Qwen2-0.5B has 8.9 GB by this rule, and 177 GB with 131,072 tokens. Nor the reverse: Llama-3.1-8B has 145 GB, and takes 60 on each of eight GPUs with ZeRO-3. <!-- erratum: PL-09 -->
 #   <!-- claim: [round(planner.estimate(planner.Job(model=__import__("dataclasses").replace(config.ModelConfig.named(name), seq_len=s), cluster=planner.Cluster(device=config.Hardware.named("A100"), nodes=1), batch_tokens=64 * s), planner.Plan(dp=8, micro_batches=8, zero=z)).peak / 1e9) for name, s, z in (("qwen2-0.5b", 131072, 0), ("llama-3.1-8b", 8192, 3))] == [177, 60] -->
 #
 # **(10 + 24 / tp) · s · b · h for a layer's activations** (Megatron-LM's estimate before a run). True of GPT-3's layer with tp alone. It is printed with sequence parallelism as well, three times what a rank of tp = 8 keeps, and knows nothing of cp: with cp = 8 and 131,072 tokens it expects 408 GiB in layers; a rank held 148 GiB of everything. <!-- erratum: PL-10 -->
@@ -612,7 +612,7 @@ print(export("megatron", llama, tied))
 # > - A best plan is best under its assumptions. Switch each off, and defend the plan that loses least.
 # > - What a plan holds and sends can be proven before any GPU is there, for the code that runs, here the course's. Seconds cannot.
 #
-# With a cluster of your own: make five short runs that differ much, fit, search, see what the ties assume, take headroom, prove the bytes.
+# On your own cluster: make five short runs that differ much, fit, search, see what ties assume, take headroom, prove the bytes.
 
 # %% [markdown]
 # ## References
@@ -620,7 +620,7 @@ print(export("megatron", llama, tied))
 # - M. Shoeybi et al., Megatron-LM: `megatron/training/theoretical_memory_usage.py`, commit 00caa53.
 # - NVIDIA, Megatron-Bridge, pull request 5077 (2026): the fullest stage of an uneven pipeline.
 # - Q. Anthony et al., *Transformer Math 101* (2023). S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054 (2020).
-# - BigScience workshop, `train/tflops_optimization.md` (2021): the rule of 18 bytes.
+# - BigScience workshop, `train/tflops_optimization.md`, commit 5400c1e (2021): the rule of 18 bytes.
 # - D. Narayanan et al., *Efficient large-scale language model training on GPU clusters using Megatron-LM*, arXiv:2104.04473 (2021).
 # - V. Korthikanti et al., *Reducing activation recomputation in large transformer models*, arXiv:2205.05198 (2022).
 # - Llama team, *The Llama 3 herd of models*, arXiv:2407.21783 (2024): section 3.3, table 4.
