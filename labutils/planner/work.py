@@ -287,8 +287,8 @@ def some(so: Numbers) -> bool:
 
 def zeros(*like: Numbers) -> np.ndarray:
     """No work, of as many plans as these sizes are of [9, …]."""
-    columns = [size for size in like if isinstance(size, np.ndarray)]
-    return np.zeros((len(WORK), *np.broadcast_shapes(*(size.shape for size in columns))))
+    columns = [size.shape for size in like if isinstance(size, np.ndarray)]
+    return np.zeros((len(WORK), *(np.broadcast_shapes(*columns) if columns else ())))
 
 
 def _row(p: Plan, **amounts: Numbers) -> np.ndarray:
