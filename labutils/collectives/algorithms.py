@@ -191,6 +191,8 @@ def reduce_scatter_ring(
     as in an in-place call of NCCL.
     Invariant: piece j is summed in the order of the ring, starting at rank j + 1 and ending at
     rank j, whatever the timing.
+
+    Raises ValueError for an `out` in x that is not that piece.
     """
     own = out if out is not None and _storage(out) == _storage(x) else None
     pieces = _Pieces(_copy(x) if own is None else x, comm.size)
@@ -215,8 +217,8 @@ def all_gather_ring(x: Share, comm: Peers, *, sizes: Sizes = None, out: Rows | N
 
 @_collective
 def all_reduce_ring(x: Same, comm: Peers, *, op: str = "sum", out: Same | None = None) -> Same:
-    """The sum (or `op`) over all ranks, on every rank: a ring reduce-scatter, then a ring
-    all-gather of what it left.
+    """The sum (or `op`) over all ranks, on every rank (in `out` if given): a ring reduce-scatter,
+    then a ring all-gather of what it left.
 
     Invariant: all ranks hold the same bits, because each piece is summed once, in ring order, and
     then only copied.
@@ -254,8 +256,9 @@ def ring_hops(pieces: _Pieces, comm: Peers, first: int, op: str | None = None) -
 
 @_collective
 def all_reduce_naive(x: Same, comm: Peers, *, op: str = "sum", out: Same | None = None) -> Same:
-    """The sum (or `op`) over all ranks, on every rank: all send to rank 0, which adds in rank order
-    and sends the result back to each."""
+    """The sum (or `op`) over all ranks, on every rank (in `out` if given): all send to rank 0,
+    which adds in rank order and sends the result back to each.
+    """
     total = reduce_star(x, comm, op=op)
     total = broadcast_star(x if total is None else total, comm)
     return total if out is None else _into(out, total)
@@ -263,8 +266,9 @@ def all_reduce_naive(x: Same, comm: Peers, *, op: str = "sum", out: Same | None 
 
 @_collective
 def all_reduce_tree(x: Same, comm: Peers, *, op: str = "sum", out: Same | None = None) -> Same:
-    """The sum (or `op`) over all ranks, on every rank: up the binomial tree to rank 0, and down
-    again."""
+    """The sum (or `op`) over all ranks, on every rank (in `out` if given): up the binomial tree to
+    rank 0, and down again.
+    """
     total = reduce_tree(x, comm, op=op)
     total = broadcast_tree(x if total is None else total, comm)
     return total if out is None else _into(out, total)
@@ -274,8 +278,8 @@ def all_reduce_tree(x: Same, comm: Peers, *, op: str = "sum", out: Same | None =
 def all_reduce_halving_doubling(
     x: Same, comm: Peers, *, op: str = "sum", out: Same | None = None
 ) -> Same:
-    """The sum (or `op`) over all ranks, on every rank: swap halves with a partner far away, then
-    quarters with a nearer one, …, and back.
+    """The sum (or `op`) over all ranks, on every rank (in `out` if given): swap halves with a
+    partner far away, then quarters with a nearer one, …, and back.
 
     With P the largest power of two in N, ranks P, P + 1, … first add their tensor to that of rank
     0, 1, …, and get the result at the end.
@@ -320,6 +324,8 @@ def all_to_all_pairwise(
 
     `send_sizes` are the rows for each rank (equal shares of x unless given), `recv_sizes` the rows
     that each rank has for this one.
+
+    Raises ValueError where the sizes do not add up to the rows of x.
     """
     n, i = comm.size, comm.rank
     send_sizes = _row_counts(send_sizes, n, "send_sizes")

@@ -198,7 +198,7 @@ def sent(
 
 def held(algorithm: str, *, nbytes: int | float, n: int, itemsize: int = 4) -> Ledger:
     """Bytes of the result on each rank: the whole tensor, a share of it, or nothing where only the
-    root gets it. The sizes are those of `sent`.
+    root gets it. Arguments, algorithm, nbytes, n and itemsize, are those of `sent`.
 
     >>> held("reduce_scatter_ring", nbytes=40, n=4).by("rank")
     {0: 12, 1: 12, 2: 8, 3: 8}
@@ -248,7 +248,7 @@ def steps(algorithm: str, n: int) -> int:
 
 
 def cost(algorithm: str, nbytes: int | float, n: int, link: Link) -> float:
-    """Seconds that an algorithm needs when every rank has a link of its own:
+    """Seconds that an algorithm needs for a tensor of nbytes when every rank has a link of its own:
     steps · λ + (bytes that travel one after the other) / bw.
 
     Invariant: equals `trace.makespan(link)` of a real run wherever n divides the tensor. That
