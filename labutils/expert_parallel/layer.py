@@ -94,7 +94,7 @@ class _Travel(torch.autograd.Function):
         comm, name, there, back, factor = ctx.travel
         with comm.record(f"{name} backward"):
             grad = comm.all_to_all(grad.contiguous(), back, there)
-        return (grad if factor == 1 else grad * factor), *[None] * 5
+        return (grad if factor == 1 else grad.mul_(factor)), *[None] * 5
 
 
 def _experts_of_a_rank(num_experts: int, comm: Comm) -> int:
