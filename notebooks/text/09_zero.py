@@ -47,16 +47,16 @@ world = World(4)
 # ## The idea in one picture
 #
 # Six equal layers, four ranks, one training step with Adam in fp32. Each row is a level, each cell one rank. The colored part is what that rank holds, the first layer on top, while the step runs from
-# left to right. A colored area is bytes times time.
+# left to right.
 
 # %%
 held = rigs.occupancy.of_each_level(world)
-title = "A rank holds what is painted. At level 3 a layer is whole while it computes"
+title = "Each level holds less. At level 3 a layer is whole only while it computes"
 plots.who_holds(**held, title=title)
 
 # %% [markdown]
 # Level 0 is plain data parallelism: four times the same. **Level 1** shards the optimizer state, **level 2** the gradients too, **level 3** also the
-# weights. The thin lines are the shares that a rank keeps, of every layer another quarter. The steps of the staircase are layers that are whole for a
+# weights. The thin lines are the shares that a rank keeps, a different quarter of all elements on each rank. The steps of the staircase are layers that are whole for a
 # moment: gradients before they are reduced, weights while they compute, down through the forward pass and up again through the backward pass. At levels 0 and 1
 # gradients come with the backward pass, and stay.
 #
@@ -80,9 +80,9 @@ zero.model_states(7.5e9, 64, level=0)
 predict("zero/level-1-of-7.5B", GB=60)
 
 # %% [markdown]
-# With K bytes of optimizer state and N_d data-parallel ranks:
+# With K bytes of optimizer state and N data-parallel ranks (the paper's $N_d$):
 #
-# $$ \begin{aligned} \text{level 1: } & 2\Psi + 2\Psi + \frac{K\Psi}{N_d} \\ \text{level 2: } & 2\Psi + \frac{(2 + K)\Psi}{N_d} \\ \text{level 3: } & \frac{(2 + 2 + K)\Psi}{N_d} \end{aligned} $$
+# $$ \begin{aligned} \text{level 1: } & 2\Psi + 2\Psi + \frac{K\Psi}{N} \\ \text{level 2: } & 2\Psi + \frac{(2 + K)\Psi}{N} \\ \text{level 3: } & \frac{(2 + 2 + K)\Psi}{N} \end{aligned} $$
 
 # %%
 reveal("zero/level-1-of-7.5B", GB=zero.model_states(7.5e9, 64, level=1).total / 1e9)
@@ -96,7 +96,7 @@ reveal("zero/level-1-of-7.5B", GB=zero.model_states(7.5e9, 64, level=1).total / 
 
 # %%
 models = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
-print(" N_d " + "".join(f"{name:>28} " for name in models))
+print("   N " + "".join(f"{name:>28} " for name in models))
 for n in (1, 4, 16, 64, 256, 1024):
     kinds = [(params, level) for params in models.values() for level in (1, 2, 3)]
     held = [zero.model_states(params, n, level).total / 1e9 for params, level in kinds]
@@ -104,12 +104,12 @@ for n in (1, 4, 16, 64, 256, 1024):
 
 # %% [markdown]
 # The floors are 4Ψ and 2Ψ, a quarter and an eighth of these 16Ψ: no number of devices brings level 1 below a quarter. Level 3 has none in this table: by it, 1024 devices of 32 GB
-# hold the states of a model of a trillion parameters. What is whole for a moment is not in it, and comes below.
+# hold the states of a model of a trillion parameters. The table leaves out what is whole for a moment. That comes below.
 
 # %% [markdown]
 # ## What has to travel when everybody steps a share?
 #
-# Lay all parameters end to end and cut them into N = N_d equal shares. Where N does not divide Ψ, the end is padded, so that all ranks send alike.
+# Lay all parameters end to end and cut them into N equal shares. Where N does not divide Ψ, the end is padded, so that all ranks send alike.
 
 # %%
 cut = zero.partition(10, 4)
@@ -417,7 +417,9 @@ at_most = formulas.peak_states(trillion, train, Mesh(dp=1024)).total
 units.text(zero.model_states(trillion.num_params, 1024, 3).total), units.text(at_most)
 
 # %% [markdown]
-# More than the 80 GB of an H100. The 405 billion fit, with 35 GB left for activations. So what does a step take? Llama 3 was trained on 2,048 sequences of 8,192 tokens at a time: 1,024 tokens for each of 16,384 ranks.
+# More than the 80 GB of an H100. The states of the 405 billion leave 35 GB for activations, and one sequence of 8,192 tokens needs 37 GB even if every layer is recomputed.
+# <!-- claim: (lambda m: round(predict.activations(m, config.TrainConfig(micro_batch=1, global_batch=16384, zero=3, checkpointing="full"), config.Mesh(dp=16384)).total / 1e9))(predict.replace(config.ModelConfig.named("llama-3.1-405b"), seq_len=8192)) == 37 -->
+# And what does a step take? Llama 3 was trained on 2,048 sequences of 8,192 tokens at a time: 1,024 tokens for each of 16,384 ranks.
 # A node of H100s has eight links of 50 GB/s, of which messages reach 40. Eight rings use them all (lab 07), 320 GB/s from each rank to the next. Products reach 61 % of the peak, an estimate from Llama 3's published throughput:
 
 # %%
@@ -436,7 +438,7 @@ print(units.text(sent), f"of bytes: {sent / wire.bandwidth:.0f} s")
 print(f"{hops:,} hops: {hops * wire.latency:.0f} s")
 
 # %% [markdown]
-# **Level 3 alone has room for the 405 billion, and not enough work to hide its messages.** The hops alone would take half as long if those inside a node took 2 µs and not 5, and still longer than the computing. There is not even a sequence for each rank. Labs 10 and 13 divide the bytes, held and sent: a rank that
+# **Sharding alone is not enough for the 405 billion: a whole sequence does not fit, and an eighth of one is too little work to hide the bytes.** Rings are not to blame. Without a single hop the bytes take twice as long as the computing, and smaller groups of ranks gather as many. Labs 10 and 13 divide the bytes, held and sent: a rank that
 # has an eighth of each layer, or one layer in sixteen, makes that much less whole and gathers that much less. With 8 × 16 ranks to a copy of the model, 128 copies are left: rings of 128, and 16 sequences for each.
 
 # %% [markdown]
@@ -476,7 +478,7 @@ reveal("zero/tokens-per-rank", tokens=round(rate / network.bandwidth * 63 / 64))
 # %% [markdown]
 # The latency of a ring's hops is left out here. Every gather is N − 1 hops long, however short its pieces: on 64 ranks the hops of a block take 23 % of the time of its bytes, on 1024 ranks 3.8 times that time, at 5 µs for each hop. (About half as much, if the seven of eight hops that stay inside a node take 2 µs.)
 # <!-- claim: (lambda b, r: [round((n - 1) * r.latency * r.bandwidth / b, 2) for n in (64, 1024)])(2 * sum(anatomy.units(config.ModelConfig.named("llama-3.1-8b"))["blocks.0"]), config.Hardware.named("H100").ring(64)) == [0.23, 3.75] -->
-# So the condition is one for messages that are longer than N·λ·bw. Beyond that, libraries gather in fewer steps than a ring, or in smaller groups (hybrid sharding, below).
+# So the condition holds for messages much longer than N·λ·bw. Beyond that, libraries gather in fewer steps than a ring, or in smaller groups (hybrid sharding, below).
 #
 # Level 3 as it is set gathers in every micro-batch, so tokens of other micro-batches hide nothing. 4,096 tokens per step, taken as 1, 2, 4 and 8 micro-batches; the time of a step over that of its
 # computation:
@@ -506,8 +508,8 @@ plots.curves(tokens, title=title, **axes, **lines)
 {name: [round(time, 2) for time in times] for name, times in lines.items()}
 
 # %% [markdown]
-# *No prefetch* is level 3 whose gathers begin when their layer is needed. With few tokens the step is as long as its messages, and level 3 pays for its third Ψ. With enough of them it waits for its first gather and its last
-# reduction alone. Level 2 waits for all gathers if nothing computes when they run, and is in none of these cases slower than level 3 if they run ahead.
+# *No prefetch* is level 3 whose gathers begin when their layer is needed. With few tokens the step is as long as its messages, and level 3 pays for its third Ψ. With enough of them it waits only for its first gather and its last
+# reduction. Level 2 waits for all gathers if nothing computes while they run. If they run ahead, it is never slower than level 3 here.
 #
 # This is a model: ranks alike, no contention, attention's own FLOPs left out. It says which quantity decides, tokens per rank, and about where.
 #
@@ -571,7 +573,9 @@ for how, (nbytes, links) in leaves.items():
     print(f"{how:11} {units.text(nbytes)} leave a machine, {each} per link of {links}")
 
 # %% [markdown]
-# So more than half of the bytes still cross machines, for eight times the model states. Against one ring the gain is in the links, eight in place of one. Against eight rings,
+# So 59 % of the bytes still cross machines, and 89 % if gradients are reduced in fp32, for eight times the model states.
+# <!-- claim: [(lambda flat, across: round(100 * across / flat))((4 + g) * 63 / 64, 8 * 2 * g / 8 * 7 / 8) for g in (2, 4)] == [59, 89] -->
+# Against one ring the gain is in the links, eight in place of one. Against eight rings,
 # which use all links as well, 5.9 GB through each become 3.5, and a gather has 7 hops in place of 63. With accumulation the hybrid gains more: shares of gradients add up, and cross once per step, where flat gathers cross in every micro-batch.
 
 # %% [markdown]
@@ -806,7 +810,7 @@ explore(memory_per_device, **knobs, device=["V100", "H100"])
 #
 # | you set | you get |
 # |---|---|
-# | `ZeroRedundancyOptimizer(params, …)` beside DDP | PyTorch: level 1 |
+# | `ZeroRedundancyOptimizer(params, …)` with DDP | PyTorch: level 1 |
 # | `fully_shard(block)` for each block, then `fully_shard(model)` | PyTorch FSDP2: level 3 |
 # | … with `reshard_after_forward=False` | no second gather: what level 2 sends |
 # | … with `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` | fp32 shards, gathered as bf16; gradients reduced in fp32 |
@@ -879,8 +883,8 @@ world.ledger.by("name"), 4 * (4 * psi * 3 // 4)
 # > - Level 3 sends 3Ψ(N − 1)/N, half as much again, or 2Ψ without resharding. Freeing sends nothing.
 # >   <!-- claim: 2 * zero.volume(3) == 3 * zero.volume(2) -->
 # >   <!-- claim: zero.volume(3, reshard=False) == zero.volume(2) -->
-# > - The gathers of level 3 hide if a rank has about F/bw tokens in a micro-batch, FLOP/s over bytes/s, whatever the size of a layer, as long as a layer has more bytes than N·λ·bw.
-# > - Hybrid sharding keeps gathers inside a machine; across N machines goes the gradient's share: 2(Ψ/n)(N − 1)/N with n ranks in each.
+# > - The gathers of level 3 hide if a rank has about F/bw tokens in a micro-batch, FLOP/s over bytes/s, whatever the size of a layer, as long as it has many more bytes than N·λ·bw.
+# > - Hybrid sharding keeps gathers inside a machine; between machines each rank all-reduces its share of the gradient, 2(Ψ/n)(1 − n/N) elements with n of the N ranks in each machine.
 # >   <!-- claim: collectives.sent("all_reduce_ring", nbytes=960, n=4).by("rank")[0] * 4 == collectives.sent("all_reduce_ring", nbytes=4 * 960, n=4).by("rank")[0] -->
 # > - With micro-batches levels 2 and 3 reduce after each one, if they keep no whole gradients, and level 1 once: with eight, level 2 sends 4.5 times as much.
 # >   <!-- claim: zero.volume(2, accumulation=8) == 4.5 * zero.volume(1, accumulation=8) -->
@@ -889,7 +893,7 @@ world.ledger.by("name"), 4 * (4 * psi * 3 // 4)
 # >   <!-- claim: [round(zero.model_states(1, 10**9, level).total, 6) for level in (1, 2)] == [4, 2] -->
 # > - Recomputing a layer gathers nothing: it is whole for its backward anyway. Level 3 with checkpointing still sends 3Ψ(N − 1)/N.
 # >   <!-- claim: [predict.sent(config.ModelConfig(num_layers=2, d_model=8, num_heads=2, d_ff=8, vocab_size=16, seq_len=4), config.TrainConfig(micro_batch=1, global_batch=4, zero=3, checkpointing=kind), config.Mesh(dp=4)).only(name="all_gather").count for kind in ("none", "full")] == [2 * 3 * 3] * 2 -->
-# > - What was one number on one rank is a matter of all: clip by the root of all squares, skip a step together, keep the fp32 master of your share, save whole parameters that any N can load.
+# > - No rank sees the whole gradient: clip by the norm over all ranks, skip a step together, keep the fp32 master of your share, and save whole parameters, which any number of ranks can load.
 
 # %% [markdown]
 # ## References

@@ -98,9 +98,9 @@ def _bugged(
             scaler.unscale_(optimizer)
         if update == "first":
             scaler.update()
-        if stepper == "scaler":
+        if stepper != "optimizer":
             scaler.step(optimizer)
-        else:
+        if stepper != "scaler":
             optimizer.step()
         if update == "last":
             scaler.update()
@@ -267,6 +267,7 @@ WRONG = {
             "an overflow changes nothing",
             "never forget a NaN",
         ),
+        Wrong("both of them step", _bugged(stepper="both"), "a plain step", "Leave optimizer.step"),
         Wrong("the scale stays", _bugged(update="never"), "the scale moves", "after every step"),
         Wrong(
             "gradients are not cleared",

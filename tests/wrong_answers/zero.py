@@ -242,11 +242,13 @@ WRONG = {
             "loses the remainder",
             _slip(_Sharded, "drops_rest"),
             "lengths that N does not divide",
-            "never move",
+            "The last weight never moves: 7 // 2",
         ),
         Wrong("averages weights, not gradients", _AveragesWeights, "weights", "Adam is not linear"),
         Wrong("keeps the padding", _KeepsPadding, "lengths that N does not divide", "cut it off"),
-        Wrong("forgets its moments", _slip(_Sharded, "remakes"), "weights", "every step"),
+        Wrong(
+            "forgets its moments", _slip(_Sharded, "remakes"), "weights", "made anew in every step"
+        ),
     ),
     "zero/schedule": (
         Wrong("never reshards", _plan(reshard=False), "bytes held", "Nothing is resharded"),

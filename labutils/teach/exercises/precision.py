@@ -236,7 +236,10 @@ def _plain_step(attempt: Callable) -> str:
             raise Failed(
                 f"scale {scale:g}: a step of lr = 1 along the gradient leads from (2, 3, 6) "
                 f"to {[round(x, 3) for x in bowl.place.tolist()]}, not to (0, 0, 0)",
-                "Gradients carry the scale until unscale_(); what steps must not."
+                "This is where two steps along one gradient lead, the second with momentum: "
+                "scaler.step(optimizer) makes the step itself. Leave optimizer.step() out."
+                if torch.allclose(bowl.place, -1.5 * _START)
+                else "Gradients carry the scale until unscale_(); what steps must not."
                 if bowl.place.abs().max() > 6
                 else (
                     "They were divided by the scale once too often. Scale the loss; unscale once; "

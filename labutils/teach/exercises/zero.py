@@ -76,10 +76,12 @@ def _slope(numel: int, rank: int, step: int) -> Tensor:
     return ((torch.arange(numel, dtype=torch.float64) + step) * (rank + 2)) % 5 + 4 * rank + 1
 
 
-def _plain(n: int, numel: int, make: Make, steps: int) -> Tensor:
+def _plain(n: int, numel: int, make: Make, steps: int, *, anew: bool = False) -> Tensor:
+    """Weights after steps of one optimizer on one rank, or of one made anew in each step."""
     w = nn.Parameter(_start(numel))
     optimizer = make([w])
     for step in range(steps):
+        optimizer = make([w]) if anew else optimizer
         w.grad = sum((_slope(numel, rank, step) for rank in range(n)), torch.zeros(())) / n
         optimizer.step()
     return w.detach()
@@ -122,6 +124,12 @@ _ROUNDED = (
 )
 
 
+_FORGETS = (
+    "Where are the moments? Make the inner optimizer once and keep it as an attribute: one that is "
+    "made anew in every step forgets them."
+)
+
+
 def _right_weights(attempt: Callable, n: int, numel: int) -> None:
     case = f"{_ranks.count(n)}, {numel} weights"
     for name, make in (("SGD with momentum", _sgd), ("Adam", _adam)):
@@ -156,9 +164,18 @@ def _why(rank: int, w: Tensor, n: int, numel: int, steps: int) -> str:
             "The update is N times too short: is the gradient divided by N twice, "
             "before and after it is summed? (Adam alone would have hidden that.)"
         )
+    if steps > 1 and torch.allclose(
+        moved + _start(numel), _plain(n, numel, _sgd, steps, anew=True)
+    ):
+        return _FORGETS
     if still and still == list(range(numel // n * n, numel)):
+        last = (
+            "last weight never moves"
+            if len(still) == 1
+            else f"last {len(still)} weights never move"
+        )
         return (
-            f"The last {len(still)} weights never move: {numel} // {n} times {n} is "
+            f"The {last}: {numel} // {n} times {n} is "
             f"{numel // n * n}. Take ⌈numel / N⌉ for a share and pad the last ones."
         )
     if still and not set(still) & set(own):
@@ -167,7 +184,7 @@ def _why(rank: int, w: Tensor, n: int, numel: int, steps: int) -> str:
             "into w, every step."
         )
     if still:
-        return f"{len(still)} of {numel} weights never move: whose share are they?"
+        return f"Of {numel} weights {len(still)} never moved: whose share are they?"
     if steps == 1 and torch.allclose(moved[own], -0.125 * _slope(numel, rank, 0)[own]):
         return (
             "Its share moved along this rank's own gradient: where do the gradients of the other "
@@ -220,8 +237,7 @@ def _state_bytes(attempt: Callable) -> str:
         if nbytes < moments:
             raise Failed(
                 f"{told}, less than the moments of its share, {moments:,} B",
-                "Where are the moments? Make the inner optimizer once and keep it as an "
-                "attribute: one that is made anew in every step forgets them.",
+                _FORGETS,
             )
         # Beside them there is room for a copy of the share, its gradient, and a count of steps.
         if nbytes > 2 * moments + 64:
