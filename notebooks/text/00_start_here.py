@@ -128,7 +128,7 @@ units.text(reported), units.text(reported, binary=True)
 reveal("start/h100", GB=reported / units.GB)
 
 # %% [markdown]
-# "80" is what the card has in GiB, rounded up: 79.6. On an L4 or a T4 the advertised number counts GB. The course plans with the advertised number, in GB.
+# "80" is what the card has in GiB, rounded up: 79.6. The course plans with the advertised number, in GB.
 
 # %% [markdown]
 # ## What do the letters mean?

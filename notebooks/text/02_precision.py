@@ -3,7 +3,7 @@
 #
 # **Half precision makes activations smaller and, where a device has units for it, matrix products faster. What has to stay in fp32, so that the model still learns?**
 #
-# *90 min, and 55 further · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
+# *90 min, and 50 further · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -684,7 +684,7 @@ learning(sums, title, told, ylabel="test loss (nats per pair)")
 {name: apart(three, sums["fp32"]) for name, three in sums.items()}
 
 # %% [markdown]
-# In 200 steps the difference grows to about a nat. The training log does not show it: it is written with the same sum. On a test batch, after training:
+# The training log does not show this difference: it is written with the same sum. On a test batch, after training:
 
 # %%
 net = copy.deepcopy(fresh[0]).to(bf16)

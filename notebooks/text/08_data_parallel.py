@@ -165,7 +165,7 @@ reveal("server/sends", GB=round(max(weights.by("rank").values()) / 1e9, 2))
 units.text(8 * gpt2.seq_len * gpt2.vocab_size * 4)
 
 # %% [markdown]
-# `DataParallel` runs a *thread* per device, and all of them share Python's global interpreter lock; DDP runs a *process*.
+# `DataParallel` runs a *thread* per device. Where Python has a global interpreter lock, only one of them executes Python at a time. DDP runs a *process* per device, each with a lock of its own. How much time that costs is not measured here.
 
 # %% [markdown]
 # ### Further: what makes a server slow?
@@ -213,7 +213,7 @@ with World(8) as eight:
         print(f"{how.__name__:18} {right}, busiest {amounts}, off by {unexplained}")
 
 # %% [markdown]
-# What makes it slow is that there is only *one*: it sends and receives seven times the model, through links that would carry it once. **Servers everywhere are a reduce-scatter and an all-gather, an all-reduce in its two halves, to the byte.**
+# A single server is slow because all bytes pass through its links: it sends and receives seven times the model. **Servers everywhere are a reduce-scatter and an all-gather, an all-reduce in its two halves, to the byte.**
 # Parameter servers live on where ranks do not wait for each other, or touch few of the weights.
 
 # %% [markdown]
