@@ -751,7 +751,7 @@ peaks = [measure.history(short_step, model, optimizer).peak for _ in range(2)]
 # > **A GiB is 7 % more than a GB.** 81 559 MiB are 85.5 GB.
 # > <!-- claim: units.text(units.parse("81559 MiB")) == "85.5 GB" -->
 #
-# > **Tokens per step = micro-batch × accumulation × ranks × sequence length.** With 2, 4, 128 and 4096, four million.
+# > **Tokens per step = micro-batch × accumulation × data-parallel ranks × sequence length.** With 2, 4, 128 and 4096, four million.
 # > <!-- claim: config.TrainConfig(micro_batch=2, global_batch=1024).accumulation(dp=128) * 2 * 128 * 4096 == 4_194_304 -->
 #
 # > **fp32 Adam holds 16 bytes per parameter**: 24.9 GB for GPT-2 XL before any activation.

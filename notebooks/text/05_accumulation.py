@@ -82,8 +82,7 @@ def flops(size):
 [units.text(flops(size), "FLOP") for size in (16, 4, 1)]
 
 # %% [markdown]
-# **Activations are paid for one micro-batch, FLOPs for all.** Time is the third part of the trade: the same FLOPs may take longer in smaller pieces. Does the batch take half as long again, or more, if
-# one sequence is computed at a time and not all eight together? With sequences of 32 tokens and of 512, the lesser processor time of two runs each:
+# **Activations are paid for one micro-batch, FLOPs for all.** Time is the third part of the trade: the same FLOPs may take longer in smaller pieces. Compute one sequence at a time, and then all eight together. Which loses more by the small pieces, sequences of 32 tokens or of 512? The lesser processor time of two runs each:
 
 # %%
 def seconds(net, data, size):
@@ -92,15 +91,17 @@ def seconds(net, data, size):
     return time.process_time() - start
 
 
+times_as_long = {}
 for length in (32, 512):
     net = GPT(dataclasses.replace(config, seq_len=length))
     data = tuple(torch.zeros(2, 8, length, dtype=torch.long))
     runs = [(seconds(net, data, 1), seconds(net, data, 8)) for _ in range(2)]
     alone, together = map(min, zip(*runs, strict=True))
-    print(f"{length:3} tokens: slower by half or more: {alone > 1.5 * together}")
+    times_as_long[length] = alone / together
+f"short sequences lose more: {times_as_long[32] > times_as_long[512]}"
 
 # %% [markdown]
-# So small pieces of short sequences waste time: each operation has a cost of its own, whatever it works on, and small products use a processor badly. Where a single sequence is work enough, small pieces cost little. FLOPs cannot tell the two cases apart: look at the clock when you choose a micro-batch.
+# So small pieces of short sequences waste time: each operation has a cost of its own, whatever it works on, and small products use a processor badly. Where a single sequence is work enough, small pieces cost less. How much depends on the machine. FLOPs cannot tell the two cases apart: look at the clock when you choose a micro-batch.
 
 # %% [markdown]
 # ## Is it the gradient of the whole batch?
@@ -571,7 +572,7 @@ show(accumulation.epoch)
 #
 # 1. **Tokens in a batch.** What the run needs: as many as still help (labs 00 and 16).
 # 2. **Sequence length.** What the model is to read: 2k to 8k in pre-training. Tokens / length = sequences.
-# 3. **Micro-batch.** The largest that fits. It decides how busy the GPU is.
+# 3. **Micro-batch.** The largest that fits, unless a pipeline needs many of them (lab 13). It decides how busy the GPU is.
 # 4. **GPUs.** As many as you have. Each copy takes its share; where the GPUs do not divide the number of sequences (1024 on 24), change the batch: shares of unequal length make the others wait.
 # 5. **Accumulation.** What is left over.
 #
@@ -691,7 +692,7 @@ for way in (in_order, own_part):
 # %% [markdown]
 # Dealt out in one order, every row is read once, whatever the number of ranks. With a part for each rank 22 of the 96 are read twice, and as many never, and nothing crashes.
 #
-# **Waiting for data.** One after the other, twenty loads and steps take 20 · (load + step). With the next batch on its way during a step, they take load + 19 · max(load, step) + step, if all loads take equally long: nothing is loaded during the last step. Twenty steps that sleep:
+# **Waiting for data.** One after the other, twenty loads and steps take 20 · (load + step). With the next batch on its way during a step, they take load + 19 · max(load, step) + step, if all loads take equally long: nothing is loaded during the last step. Steps that sleep cannot be shorter than that:
 
 
 # %%
@@ -707,9 +708,11 @@ def slept(load, step, ahead, steps=20):
     return time.perf_counter() - start
 
 
-for ahead, by_formula in ((0, 20 * (0.04 + 0.05)), (1, 0.04 + 19 * 0.05 + 0.05)):
-    right = abs(slept(0.04, 0.05, ahead) / by_formula - 1) < 0.25
-    print(f"{ahead} ahead: {by_formula:.2f} s; measured to a quarter: {right}")
+by_formula = {0: 20 * (0.04 + 0.05), 1: 0.04 + 19 * 0.05 + 0.05}
+measured = {ahead: slept(0.04, 0.05, ahead) for ahead in by_formula}
+for ahead, least in by_formula.items():
+    print(f"{ahead} ahead: {least:.2f} s; not less: {measured[ahead] >= least - 1e-3}")
+print("sooner with one ahead:", measured[1] < measured[0])
 
 # %% [markdown]
 # ### Exercise 5.3 · Fill a batch (10 min, ●○○)

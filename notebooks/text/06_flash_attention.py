@@ -857,7 +857,7 @@ round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 #
 # - Plain attention keeps a·s² weights; tiled attention keeps its output and one number per row: 67 MB against 2 MB at 4 heads of 2048 tokens.
 #   <!-- claim: (flash.traffic("plain", s=2048, d=64, heads=4, itemsize=4).only(name="P", component="store").total, flash.traffic("flash-2", s=2048, d=64, heads=4, itemsize=4).only(component="store").total) == (67108864, 2129920) -->
-# - A softmax can be finished late: when the maximum grows from m to m', every sum so far is multiplied by e^(m − m'). Exact, not approximate.
+# - A softmax can be finished late: when the maximum grows from m to m', every sum so far is multiplied by e^(m − m'). Nothing is approximated: what differs is rounding.
 #   <!-- claim: abs(flash.online([(torch.tensor([0.0]), torch.tensor([[1.0]])), (torch.tensor([5.0]), torch.tensor([[3.0]]))])[0].item() - (math.exp(-5) + 3) / (math.exp(-5) + 1)) < 1e-6 -->
 # - The backward pass recomputes the weights from lse, and D = rowsum(dO ∘ O) spares it the sum over keys. It takes 5 products where the forward takes 2.
 #   <!-- claim: 2 * flash.attention_flops(4096, 64, backward=True) == 5 * flash.attention_flops(4096, 64) -->

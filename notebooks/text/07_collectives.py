@@ -922,7 +922,7 @@ faults(published_ring, World(8), numel=1024)[:2]
 # %% [markdown]
 # ## Summary
 #
-# > - Blocking sends must be ordered: if all send first, all wait. Every rank makes the same collective calls in the same order.
+# > - Blocking sends that nothing buffers must be ordered: if all send first, all wait. Every rank makes the same collective calls in the same order.
 # > - A tree reaches N ranks in ⌈log₂ N⌉ steps: 1000 ranks in 10. <!-- claim: collectives.steps("broadcast_tree", 1000) == 10 -->
 # > - All-reduce = reduce-scatter + all-gather. In a ring each rank sends 2(N − 1)/N · S: 96 MB for 64 MB on 4 ranks.
 # >   <!-- claim: set(collectives.sent("all_reduce_ring", nbytes=64e6, n=4).by("rank").values()) == {96_000_000} -->

@@ -574,7 +574,7 @@ for how, (nbytes, links) in leaves.items():
 
 # %% [markdown]
 # So 59 % of the bytes still cross machines, and 89 % if gradients are reduced in fp32, for eight times the model states.
-# <!-- claim: [(lambda flat, across: round(100 * across / flat))((4 + g) * 63 / 64, 8 * 2 * g / 8 * 7 / 8) for g in (2, 4)] == [59, 89] -->
+# <!-- arithmetic: [(lambda flat, across: round(100 * across / flat))((4 + g) * 63 / 64, 8 * 2 * g / 8 * 7 / 8) for g in (2, 4)] == [59, 89] -->
 # Against one ring the gain is in the links, eight in place of one. Against eight rings,
 # which use all links as well, 5.9 GB through each become 3.5, and a gather has 7 hops in place of 63. With accumulation the hybrid gains more: shares of gradients add up, and cross once per step, where flat gathers cross in every micro-batch.
 
