@@ -66,6 +66,19 @@ def test_formula_dry_run_and_threads_agree(config, n, level, options):
             assert_formula(told[1], dry.ledger, config, n, level, rank, options)
 
 
+@pytest.mark.parametrize("n, level", [(1, 1), (2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("kept", [False, "only"])
+def test_in_half_precision_shares_have_gradients_of_their_own(n, level, kept):
+    """They come bucket by bucket, in fp32; with few ranks the last bucket is the fullest moment."""
+    train = TrainConfig(
+        micro_batch=1, global_batch=n, precision="bf16", zero=level, fp32_gradients=kept
+    )
+    held = predict.peak_states(UNTIED, train, Mesh(dp=n), n - 1)
+    told = rehearsal(UNTIED, train, Mesh(dp=n), n - 1).peak_states
+    assert held.diff(told).unexplained == 0, held.diff(told)
+    assert ("gradient shards" in held.by("name")) == (level == 2 or not kept)
+
+
 def test_processes_hold_and_send_the_same():
     with world.World(2, engine="processes") as two, world.World(2, engine="dry") as dry:
         for level in (1, 2, 3):

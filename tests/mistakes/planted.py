@@ -987,6 +987,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("(2, 1, accumulation, accumulation)", "(2, accumulation, accumulation, accumulation)"),
     ],
     ("predict/held", "test_zero test_zero_sharded test_zero_dry"): [
+        ("train, landed = here.train, 0", "train, landed = here.train, 1"),
+        ("landed += sum(unit.own) * max(4, unit.width)", "landed += sum(unit.own) * unit.width"),
         ("max(0, i - 1) : i + 1", "i : i + 1"),
         ("sum(sizes if more else sizes[: i + 1])", "sum(sizes[: i + 1])"),
         ("if train.prefetch and 0 < ahead <= after", "if 0 < ahead <= after"),
