@@ -264,6 +264,7 @@ RIGHT = {
         "when memory is full": _by_memory,
         "inserted from behind, a tuple": _inserted,
         "step by step": _greedy,
+        "one line of text": lambda *case: " ".join(_queue(*case)),
     },
     "pipeline/bug-hunt": {
         "generators": _repaired,
