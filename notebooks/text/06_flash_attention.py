@@ -3,14 +3,14 @@
 #
 # **A head that reads 8192 tokens computes 67 million scores to produce half a million numbers. The result must be exact. Can the scores never exist?**
 #
-# *90 min, and 50 further · before this: lab 03 (what a layer keeps), softmax and its derivative · needs a laptop, no GPU and no network*
+# *90 min, and 55 further · before this: lab 03 (what a layer keeps), softmax and its derivative · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
 #
 # - Normalize a row of scores that you never see as a whole (exercise 6.1).
 # - Compute attention over all keys from its results over parts of the keys (exercise 6.2).
-# - Find the causal mask that is right on every square and wrong in every chat (exercise 6.3).
+# - Find the causal mask that is right on every square and wrong in every chat (exercise 6.3, *Further*).
 
 # %% [markdown]
 # ## Setup
@@ -49,11 +49,11 @@ plots.tile_walk(walk, s_q=48, s_k=48)
 # %% [markdown]
 # - A block of queries stays. Blocks of keys and values are loaded one after the other. One tile of scores is computed, used, and overwritten by the next.
 # - At the end of a row of tiles the block of output is finished, and is written once.
-# - The crossed tiles, 15 of 36, are never touched: no query in them may look at any key.
+# - The crossed tiles, 15 of 36, are never touched: no query in them may look at their keys.
 
 # %% [markdown]
 # Two things in the picture should bother you. A softmax divides by the sum of its *whole* row, and no tile ever sees a row. And the backward pass needs the
-# weights, which are gone. The first question of this lab is how much memory is at stake. The second and the third answer the two worries.
+# weights, which are gone. First, how much memory is at stake?
 
 # %% [markdown]
 # ## How much memory do the scores take?
@@ -61,7 +61,7 @@ plots.tile_walk(walk, s_q=48, s_k=48)
 # *Plain attention* computes all scores, then all weights, then the output. Two sizes compete: the scores, s × s per head, and everything else, s × d per
 # head. Heads are d = 64 wide.
 #
-# > 4 heads, 2048 tokens, fp32: how many MB does plain attention keep from its forward to its backward pass?
+# > 4 heads, 2048 tokens, fp32: how many MB does plain attention keep from its forward to its backward pass, Q, K and V included?
 
 # %%
 predict("flash/kept", MB=20)
@@ -81,12 +81,12 @@ def tensors(s, a=4, d=64, dtype=torch.float32):
 q, k, v = tensors(2048)
 
 # %% [markdown]
-# **Derived.** Products keep their factors: Q, K, V and the weights. The softmax keeps its result, the weights again. So
+# **Derived.** Products keep their factors: Q, K, V and the weights. The softmax keeps its result, the weights again. With a heads:
 #
 # $$ \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s^2}_{\text{weights}} \quad\text{against}\quad \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s\,d}_{\text{output}} + \underbrace{a\,s}_{\text{lse}} $$
 #
 # for an attention that keeps its output and, in place of the weights, one number per row: *lse*, the log-sum-exp of the row's scores,
-# $\text{lse}_i = \log \sum_j e^{S_{ij}}$. It is the logarithm of what the softmax divides by; the third question shows that it is enough. Times 4 bytes:
+# $\text{lse}_i = \log \sum_j e^{S_{ij}}$. It is the logarithm of what the softmax divides by; the third question shows that it is enough. (Fewer key–value heads shrink K and V alone.) Times 4 bytes:
 
 # %%
 a, s, d = 4, 2048, 64
@@ -114,7 +114,7 @@ reveal("flash/kept", MB=saved(plain).total / 1e6)
 kept["tiled"].diff(saved(lambda *qkv: flash.attention(*qkv)[0]), by="component")
 
 # %% [markdown]
-# Nothing is unexplained. PyTorch's own fused attention keeps as much, to the byte:
+# PyTorch's own fused attention keeps as much, to the byte:
 
 # %%
 kept["tiled"].diff(saved(F.scaled_dot_product_attention), by="component")
@@ -147,8 +147,8 @@ peaks = {
 {name: [units.text(p) for p in found] for name, found in peaks.items()}
 
 # %% [markdown]
-# Which tensors are alive together at that moment? For plain attention it comes in the softmax's backward pass. For the tiled one it comes in a tile of the
-# backward pass, which holds one more number per row, $D$. It stands for a sum over the whole row, which no tile sees; you derive it below.
+# For plain attention that moment comes in the softmax's backward pass. For the tiled one it comes in a tile of the
+# backward pass, which holds two more numbers per row: lse's gradient, and $D$, which stands for a sum over the whole row. You derive it below.
 
 # %%
 block = 128
@@ -232,7 +232,7 @@ reveal("flash/inverse", output=f"{(1 / factor * 1 + 1 * 3) / total:.1f}")
 # %% [markdown]
 # ### Exercise 6.1 · A softmax that is never complete (15 min, ●●○)
 #
-# Proves that you can normalize a row of scores that you never see as a whole. `blocks` yields pairs: scores `(n,)` and values `(n, width)`.
+# Normalize a row of scores that you never see as a whole. `blocks` yields pairs: scores `(n,)` and values `(n, width)`.
 
 
 # %%
@@ -259,11 +259,11 @@ show(flash.forward)
 # %% [markdown]
 # ## What does the backward pass need?
 #
-# The weights were thrown away tile by tile. Keep $\text{lse}$, and any tile of them comes back with one product and one exponential:
+# The weights were thrown away tile by tile. Keep $\text{lse}$, and any tile of them comes back with one product and one exponential ($S$ is already divided by $\sqrt d$):
 #
 # $$ P_{ij} = e^{\,S_{ij} - \text{lse}_i}. $$
 #
-# No maximum, no sum, no second pass. The rest is the derivative of softmax, $\;dS = P \circ (dP - D)$ with $dP = dO\,V^\top$ and $D_i = \sum_j P_{ij}\,dP_{ij}$.
+# No maximum, no sum. A $d$ before a name is its gradient, $\circ$ goes number by number. The rest is the derivative of softmax, $\;dS = P \circ (dP - D)$ with $dP = dO\,V^\top$ and $D_i = \sum_j P_{ij}\,dP_{ij}$.
 # That sum runs over a whole row again! Substitute $dP$ and pull $dO$ out:
 #
 # $$ D_i = \sum_j P_{ij} \sum_c dO_{ic} V_{jc} = \sum_c dO_{ic} \sum_j P_{ij} V_{jc} = \sum_c dO_{ic}\, O_{ic}. $$
@@ -295,7 +295,7 @@ def products(attend):
 reveal("flash/products", products=products(tiled)[1])
 
 # %% [markdown]
-# $dV = P^\top dO$, $dP = dO\,V^\top$, $dQ = dS\,K$, $dK = dS^\top Q$, and once more $QK^\top$, because it was not kept. Seven products in all against six:
+# $dV = P^\top dO$, $dP = dO\,V^\top$, $dQ = dS\,K/\sqrt d$, $dK = dS^\top Q/\sqrt d$, and once more $QK^\top$, because it was not kept. Seven products in all against six:
 # **a tile costs more arithmetic, not less.** What a causal mask crosses out, plain attention computes and the tiled one does not. Products of both passes with such a mask, in tiles of 32:
 
 # %%
@@ -306,7 +306,7 @@ masked = {
 {name: sum(products(attend)) for name, attend in masked.items()}
 
 # %% [markdown]
-# Here is the loop. Keys are outside now: $dK$ and $dV$ of a block collect from all queries, $dQ$ is added to in slow memory.
+# In the loop keys are outside now: $dK$ and $dV$ of a block collect from all queries, $dQ$ is added to in slow memory.
 
 # %%
 show(flash.backward)
@@ -334,7 +334,7 @@ all((exact - ours).abs().max() < 1e-12 for exact, ours in both)
 # %% [markdown]
 # The gradient through lse is in there, too: $\partial\,\text{lse}_i / \partial S_{ij} = P_{ij}$, so it joins as $dS = P \circ (dP - D + d\text{lse})$. Lab 11 will need it.
 #
-# In a batch, short sequences are *padded*: filled up at the end. With a causal mask that needs nothing more, since no token looks at what comes after it:
+# In a batch, short sequences are *padded*: filled up at the end. Attention with a causal mask needs nothing more, since no token looks at what comes after it:
 
 # %%
 q, k, v = tensors(100)
@@ -413,10 +413,10 @@ q, k, v = in_bf16(1024)
 {name: f"{error(100 * q, k, v, short=name):.0e}" for name in ("P", "S", "o", "l")}
 
 # %% [markdown]
-# Now S is the worst: beyond 256 the numbers of bf16 lie 2 apart, and a score that is wrong by 1 makes a weight wrong by e. Kernels keep S, m, ℓ
+# Now S is the worst: beyond 256 the numbers of bf16 lie 2 apart, and a score that is wrong by 1 makes a weight wrong by a factor of e. Kernels keep S, m, ℓ
 # and o in fp32 and round $P$ alone: tensor cores multiply 16-bit factors. Plain attention in bf16 writes S to slow memory, rounded, and so pays for S as well.
 #
-# And lse has to stay in fp32. Recover the weights from a rounded lse, and add up each row, which should give 1:
+# And lse has to stay in fp32: it is about 9 here, where the numbers of bf16 lie 1/16 apart. Recover the weights from a rounded lse, and add up each row, which should give 1:
 
 # %%
 q, k, v = in_bf16(4096)
@@ -454,7 +454,7 @@ plots.traffic_bars(guess=predictions["flash/moved"], **traffic)
 # The second has queries outside, as in the picture at the top, and writes each output once. It is the loop of `flash.attention`. Same tiles, same FLOPs, two
 # thirds of the bytes.
 #
-# Does a run agree? Every tile that `flash.attention` loads or stores is counted:
+# In a run every tile that `flash.attention` loads or stores is counted:
 
 # %%
 q, k, v = (x.detach() for x in tensors(1000, a=2))
@@ -463,7 +463,7 @@ crossed = flash.counted(q, k, v, **run)
 flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, **run).diff(crossed)
 
 # %% [markdown]
-# **The law.** In the papers a fast memory of M numbers holds a block of queries, keys, values and output, M/4 numbers each: $B = M/4d$ rows for the outer loop. flash-2
+# **The law.** In the papers a fast memory of M numbers holds a block of queries, keys, values and output, M/4 numbers each: $B = M/(4d)$ rows for the outer loop. flash-2
 # moves two tensors, K and V, once for each of s/B blocks of queries. flash-1 moves three, Q and O to and fro, once for each of s/B blocks of keys:
 #
 # $$ \text{flash-2} \approx 2 s d \cdot \frac{s}{B} = \frac{8\, s^2 d^2}{M} $$
@@ -500,7 +500,7 @@ for head in (64, 128):
         print(f"{loop}, d = {head:3}: law {law:.2f}, counted {gain:.2f}")
 
 # %% [markdown]
-# With heads of 128 and this little fast memory both loops move *more* than plain attention. Is that the price of tiling, or of the four equal parts? In flash-2 keys and values only pass through. Keep 16 of them
+# With heads of 128 and 51 kB of fast memory both loops move *more* than plain attention. Is that the price of tiling, or of the four equal parts? In flash-2 keys and values only pass through. Keep 16 of them
 # in fast memory at a time, and give the rest to queries, their outputs, and the tile of scores, for which the four parts left no room:
 
 # %%
@@ -537,7 +537,7 @@ bool((whole - merged).abs().max() < 1e-6)
 #
 # ### Exercise 6.2 · Two halves of the keys (15 min, ●●○)
 #
-# Proves that you can compute attention over all keys from its results over parts of them. A part may be masked throughout; scores may be large.
+# Compute attention over all keys from its results over parts of them. A part may be masked throughout; scores may be large. Gradients stay finite in a row that neither part sees.
 
 
 # %%
@@ -560,7 +560,7 @@ show(flash.merge)
 #
 # ### Exercise 6.3 · Bug hunt: right on every square (15 min, ●●○)
 #
-# Proves that you know where a causal mask sits when there are more keys than queries. The code below passed every test its author wrote. In a chat, a new token is one query against
+# Where does a causal mask sit when there are more keys than queries? The code below passed every test its author wrote. In a chat, a new token is one query against
 # the keys of the whole conversation. Open the code, copy it into the next cell, find what is wrong, and mend it. It should still work in tiles, and compute none that is all mask.
 
 # %%
@@ -616,7 +616,7 @@ flash.passes(flash.softmax, 4096, 4096, fused=True).diff(crossed)
 #
 # The largest tensor of a training step is often not in attention. Llama 3 has v = 128 256 words, and the logits of 8192 tokens are 4.2 GB in fp32.
 #
-# > How many GB does cross-entropy hold at its fullest moment, beyond its inputs: the last hidden states (width 4096) and the matrix W of the output?
+# > How many GB does cross-entropy in fp32 hold at its fullest moment, beyond its inputs: the last hidden states (width 4096) and the matrix W of the output?
 
 # %%
 predict("flash/logits", GB=4.2)
@@ -691,6 +691,9 @@ ones, others = (min(took for took, _ in way) for way in zip(*runs, strict=True))
 print("slower by half or more:", others > 1.5 * ones)
 
 # %% [markdown]
+# The gradients are equal, and on this CPU it takes less than half as long again.
+
+# %% [markdown]
 # ### Where is the roof?
 #
 # A device does at most so many FLOPs per second, and moves at most so many bytes per second. With *intensity* = FLOPs per byte moved,
@@ -700,8 +703,8 @@ print("slower by half or more:", others > 1.5 * ones)
 # Left of the *ridge*, where the two limits meet, memory is the limit.
 #
 # A roofline of HBM has to count HBM's bytes, and you have counted those of the processors. Between them lies a cache that all processors share, **L2**: 50 MB
-# on an H100. Take heads of 128, 16 384 tokens, and one block of 128 queries on each of its 132 processors. Of all heads that are worked on at one time, K and V
-# take, and the scores would take:
+# on an H100. Take heads of 128, 16 384 tokens, and one block of 128 queries on each of its 132 processors. Then about one head is worked on
+# at a time. This is what K and V of the heads at work take, and what their scores would take:
 
 # %%
 s, d = 16_384, 128
@@ -722,7 +725,7 @@ moves = {
 }
 points = {name: (flops, ledger.total) for name, ledger in moves.items()}
 points["softmax"] = 5 * s * s, flash.passes(flash.softmax, s, s, itemsize=2).total
-title = "Where tiled attention lies depends on who shares a read"
+title = "Between 425 and 989: it depends on how often a read is shared"
 timed = {"timed": 620.73e12}  # pull request 2391, below
 device = {roof.name: (roof.flops, roof.bandwidth)}
 plots.roofline(device, points, timed=timed, title=title)
@@ -736,7 +739,8 @@ at_most = {name: flops / roof.time(flops, x.total) for name, x in moves.items()}
 {name: units.text(rate, "FLOP/s") for name, rate in at_most.items()}
 
 # %% [markdown]
-# 621 is more than HBM allows if it serves every read, so it served at most 425/621 of them, about two thirds. The others were shared: in L2, or by thread blocks in pairs, which this kernel can let take K and V from one load.
+# On this H100 621 is more than HBM allows if it serves every read: it serves at most 425/621 of them, about two thirds. The others are shared: in L2, or by thread blocks in pairs, which this kernel can let take K and V from one load. On an H200, with 4.8 TB/s, HBM could serve 98 % of them: the same number would prove next to nothing.
+# <!-- claim: round(100 * config.Hardware.named("H200").memory_bandwidth / config.Hardware.named("H100").memory_bandwidth * 425 / 621) == 98 -->
 # What keeps the kernel below 989, a roofline of one memory cannot say. (`flash.Roof.measured()` is the roof of the machine that you are sitting at.)
 #
 # ### How does it look on a GPU?
@@ -810,10 +814,10 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 # - **PyTorch.** `F.scaled_dot_product_attention` chooses among `SDPBackend.FLASH_ATTENTION`, `EFFICIENT_ATTENTION`, `CUDNN_ATTENTION` and `MATH`; the last is plain attention and keeps
 #   s × s. `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):` turns a silent fall-back into an error. `is_causal` is the *upper left* triangle of a rectangle; `torch.nn.attention.bias`
 #   has both. Any other mask: `flex_attention`.
-# - **The flash-attn package.** fp16 and bf16 only. Since version 2.1 `causal=True` means the *lower right* corner, as here; before, and in PyTorch, the upper left;
-#   PyTorch withdrew causal rectangles from its FlashAttention-2 backend when the convention changed (pull request 111007). Sequences of different lengths are packed (`flash_attn_varlen_func` with cumulative lengths) instead of padded.
+# - **The flash-attn package.** fp16 and bf16 only. Since version 2.1 `causal=True` means the *lower right* corner, as here; before, and in PyTorch, the upper left.
+#   Sequences of different lengths are packed (`flash_attn_varlen_func` with cumulative lengths) instead of padded.
 # - **Hugging Face transformers.** `from_pretrained(…, attn_implementation="flash_attention_2")`; also `"flash_attention_3"`, `"sdpa"`, `"flex_attention"` and `"eager"`, plain attention.
-# - **Megatron-LM.** `--attention-backend flash`, `fused`, `unfused`, `local` or `auto` (default). Fused passes are on; `--no-masked-softmax-fusion` and its kin turn them off.
+# - **Megatron-LM.** `--attention-backend flash`, `fused`, `unfused`, `local` or `auto` (default).
 # - **torchtitan.** A model's own choice: in 0.2.2 `attn_type`, `"sdpa"`, `"flex"` or `"varlen"`; on the main branch of 2026 `attn_backend`, with `"flex_flash"` for Hopper and later.
 # - **Logits in chunks.** `F.linear_cross_entropy` of PyTorch 2.13 with `options=nn.LinearCrossEntropyOptions(…)`; Liger Kernel's `LigerFusedLinearCrossEntropyLoss`.
 #
@@ -855,7 +859,7 @@ round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 # %% [markdown]
 # ## Summary
 #
-# - Plain attention keeps a·s² weights; tiled attention keeps its output and one number per row: 67 MB against 2 MB at 4 heads of 2048 tokens.
+# - Besides Q, K and V, plain attention keeps a·s² weights; tiled attention keeps its output and one number per row: 67 MB against 2 MB at 4 heads of 2048 tokens.
 #   <!-- claim: (flash.traffic("plain", s=2048, d=64, heads=4, itemsize=4).only(name="P", component="store").total, flash.traffic("flash-2", s=2048, d=64, heads=4, itemsize=4).only(component="store").total) == (67108864, 2129920) -->
 # - A softmax can be finished late: when the maximum grows from m to m', every sum so far is multiplied by e^(m − m'). Nothing is approximated: what differs is rounding.
 #   <!-- claim: abs(flash.online([(torch.tensor([0.0]), torch.tensor([[1.0]])), (torch.tensor([5.0]), torch.tensor([[3.0]]))])[0].item() - (math.exp(-5) + 3) / (math.exp(-5) + 1)) < 1e-6 -->
@@ -873,7 +877,7 @@ round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 #   <!-- claim: (lambda v, h: [round(4e-9 * n, 1) for n in (512 * v + v * h + 8192 * h, 3 * 8192 * v)])(config.ModelConfig.named("llama-3.1-8b").vocab_size, config.ModelConfig.named("llama-3.1-8b").d_model) == [2.5, 12.6] -->
 #   <!-- claim: [round(flash.passes(f, 4096, 4096, fused=x).total / (4 * 4096**2)) for f in (flash.softmax, flash.layernorm, flash.swiglu) for x in (True, False)] == [2, 8, 2, 8, 3, 8] -->
 # - A roofline belongs to one memory. On an H100, with heads of 128 and 16 384 tokens: at most 425 TFLOP/s if HBM served every read of K and V, the full 989
-#   if each tensor crosses once; a published kernel reaches 621.
+#   if each tensor crosses once; a published kernel reaches 621, on a Hopper GPU that its report does not name.
 #   <!-- claim: [(lambda r, f: round(f / r.time(f, flash.traffic("flash-2", s=16384, d=128, block_q=q).total) / 1e12))(flash.Roof.of(config.Hardware.named("H100")), flash.attention_flops(16384, 128)) for q in (128, 16384)] == [425, 989] -->
 #
 # Next: [lab 07](07_collectives.ipynb) leaves the single device. Its first question is what it costs to add numbers that live in different places.

@@ -161,6 +161,15 @@ def _mended_nan(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Ten
     return w1 * o1 + w2 * o2, lse
 
 
+def _log_of_nothing(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """The output's gradient is mended in a row without keys, that of lse is 0 · ∞."""
+    top = torch.maximum(lse1, lse2).nan_to_num(neginf=0.0)
+    w1, w2 = (lse1 - top).exp(), (lse2 - top).exp()
+    share = (w1 / (w1 + w2).clamp_min(1e-30))[..., None]
+    out = share * o1 + (w2 / (w1 + w2).clamp_min(1e-30))[..., None] * o2
+    return out, top + (w1 + w2).log()
+
+
 WRONG = {
     "flash/online-softmax": (
         Wrong(
@@ -193,6 +202,9 @@ WRONG = {
             "huge scores",
             "must not lower the maximum",
         ),
+        Wrong(
+            "the maximum starts at 0", _online_with(start=0.0), "huge scores", "before the first"
+        ),
         Wrong("lse first", _swapped, "the maximum comes first", "comes first"),
         Wrong(
             "starts from −inf",
@@ -218,6 +230,7 @@ WRONG = {
         Wrong("exponentials without a shift", _unshifted, "large scores", "subtract the larger"),
         Wrong("sigmoid of the difference", _sigmoid, "parts without keys", "NaN"),
         Wrong("NaN mended afterwards", _mended_nan, "gradients", "not the gradient"),
+        Wrong("log of 0 for lse", _log_of_nothing, "gradients", "no log of 0"),
         Wrong("a detached lse returned", _lse_detached, "gradients", "the one you return"),
         Wrong("detached weights", _detached, "gradients", "lse needs its gradient"),
     ),

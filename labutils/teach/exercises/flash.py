@@ -129,20 +129,19 @@ def _huge(attempt: Online) -> str:
     def case(*scores: float) -> tuple[Tensor, int]:
         return torch.tensor(scores, dtype=torch.float64), 2
 
-    near = {"scores near 1000": (1000 + _noise(6), 2), "scores near −1000": (-1000 + _noise(6), 2)}
-    low = {"scores near −20 000": (-20_000 + _noise(6), 2)}
+    high = {"scores near 1000": (1000 + _noise(6), 2)}
+    low = {f"scores near −{far}": (-int(far) + _noise(6), 2) for far in ("1000", "20000")}
     falling = {"scores 1000, 999, then 1, 0": case(1000, 999, 1, 0)}
     rising = {"scores 0, 1, then 1000, 1001": case(0, 1, 1000, 1001)}
     for cases, hint in (
         (
-            near,
-            "exp(1000) is infinite and exp(−1000) is zero: "
-            "subtract the largest score so far before the exponential.",
+            high,
+            "exp(1000) is infinite: subtract the largest score so far before the exponential.",
         ),
         (
             low,
-            "A start above all scores is never replaced: begin with the lowest finite number of "
-            "the scores' dtype.",
+            "What is your maximum before the first block? A start above all scores, such as 0, is "
+            "never replaced: begin with the lowest finite number of the scores' dtype.",
         ),
         (
             falling,
@@ -350,12 +349,13 @@ def _gradient(attempt: Merge) -> str:
     for out, lse in ((o1, lse1), (o2, lse2)):  # a row that neither part sees
         out[:, :, 0], lse[:, :, 0] = 0.0, -math.inf
     leaves = [x.requires_grad_() for x in (o1, lse1, o2, lse2)]
-    found = torch.autograd.grad(_merged(attempt, *leaves)[0].sum(), leaves, allow_unused=True)
+    out, lse = _merged(attempt, *leaves)
+    found = torch.autograd.grad(out.sum() + lse.exp().sum(), leaves, allow_unused=True)
     if any(g is None or not g.isfinite().all() for g in found):
         raise Failed(
             "in a row that no part sees the gradients are not finite",
             "Replacing NaN in the result mends the value, not the gradient: keep −inf − (−inf) "
-            "from being computed, by subtracting a finite number there.",
+            "from being computed, by subtracting a finite number there, and take no log of 0.",
         )
     return "q, k and v, and rows without keys"
 
