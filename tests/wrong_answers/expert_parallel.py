@@ -331,7 +331,10 @@ WRONG = {
     ),
     "expert_parallel/travel": (
         Wrong(
-            "no room for experts at the end", _hand(E=0), "one expert each, and three", "minlength"
+            "no room for experts at the end",
+            _hand(E=0),
+            "one expert each, and three",
+            "no equal shares",
         ),
         Wrong("k is two", _hand(k=2), "one expert each, and three", "tokens wrong"),
         Wrong("row by row", _hand(row_by_row=True), "one rank", "give it all its rows at once"),
