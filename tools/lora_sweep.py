@@ -1,10 +1,12 @@
 """LoRA against full fine-tuning over learning rates, LoRA ranks and seeds, on two tasks: from
 addition in base 10 to base 8, and from Python's reference to its source code. Writes
 in labutils/data adder.safetensors, the model before the first, and what became of both:
-lora_addition.csv, lora_alpha.csv and lora_text.csv, whose first line says how they were made.
+lora_addition.csv, lora_alpha.csv, lora_merged.csv and lora_text.csv, whose first line says how they
+were made.
 
-    python tools/lora_sweep.py          all of it
-    python tools/lora_sweep.py alpha    lora_alpha.csv alone, from the recorded model
+    python tools/lora_sweep.py           all of it
+    python tools/lora_sweep.py alpha     lora_alpha.csv alone, from the recorded model
+    python tools/lora_sweep.py merged    lora_merged.csv alone, from it too
 """
 
 import copy
@@ -20,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from labutils import lora
+from labutils import lora, quantization
 from labutils.config import DATA, ModelConfig
 from labutils.model import GPT
 from labutils.teach import rigs
@@ -30,7 +32,9 @@ RATES = [1e-4 * 2**i for i in range(8)]
 
 SEEDS = range(5)
 LARGE, SMALL = [*RATES[5:], 2 * RATES[-1]], RATES[2:6]
-ALPHAS = {(4, 4): LARGE, (4, 128): SMALL, (1, 8): LARGE, (16, 128): SMALL}  # by r and α
+ALPHAS = {  # rates by r and α
+    (4, 4): LARGE, (4, 128): SMALL, (4, 512): RATES[:5], (1, 8): LARGE, (16, 128): SMALL,
+}  # fmt: skip
 RUNS = {"full": RATES[:6], 1: RATES[3:], 4: RATES[3:], 16: RATES[3:]}
 PATTERNS = {"attention.*": 8, "feed_forward.*": 2}  # alone, with that LoRA rank
 
@@ -161,6 +165,34 @@ def sweep_alpha(model: GPT) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def merge_into_nf4(model: GPT, seed: int) -> dict[str, Any]:
+    """Losses in base 8 of an adapter that has learned over NF4: beside the frozen weights; W made
+    whole, W + Δ in bf16; W + Δ rounded to NF4 once more; and, as a control, W alone rounded so."""
+    model = lora.quantize_base(copy.deepcopy(model).bfloat16())
+    draw = torch.Generator().manual_seed(seed)
+    lora.adapt(model, rank=4, alpha=ALPHA, generator=draw)
+    rigs.lora.learn_sums(model, 8, steps=150, batch=32, lr=3.2e-3, seed=seed)
+    layers = list(lora.adapted(model).values())
+    weights = [layer.base.dequantized(torch.float32) for layer in layers]
+    deltas = [layer.adapters["default"].delta().detach() for layer in layers]
+    found = {"beside": rigs.lora.score_sums(model, 8)[0]}
+    for name, merged, nf4 in (
+        ("W rounded again", 0, True), ("merged, bf16", 1, False), ("merged, NF4", 1, True),
+    ):  # fmt: skip
+        for layer, weight, delta in zip(layers, weights, deltas, strict=True):
+            made = torch.nn.Linear(*reversed(weight.shape), bias=False, dtype=torch.bfloat16)
+            made.weight.data.copy_(weight + merged * delta)
+            layer.base = quantization.Nf4Linear(made) if nf4 else made
+        lora.activate(model, None if merged else "default")
+        found[name] = rigs.lora.score_sums(model, 8)[0]
+    return {"seed": seed, **{name: f"{loss:.4f}" for name, loss in found.items()}}
+
+
+def sweep_merged(model: GPT) -> list[dict[str, Any]]:
+    """What a merge into NF4 costs, three seeds."""
+    return [merge_into_nf4(model, seed) for seed in TEXT_SEEDS]
+
+
 def recorded_adder() -> GPT:
     """The model of adder.safetensors."""
     model = GPT(rigs.lora.ADDER, attention="sdpa")
@@ -169,13 +201,15 @@ def recorded_adder() -> GPT:
 
 
 def main(names: list[str]) -> None:
-    """Train, sweep, and write the files; of those of `names`, "alpha" alone."""
+    """Train, sweep, and write the files; of `names`, "alpha" and "merged", those alone."""
     torch.set_num_threads(1)
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     today = f"{datetime.date.today():%d %B %Y}, {platform.machine()}"
     made = f"python tools/lora_sweep.py; {versions}; {today}"
-    if names == ["alpha"]:
-        save("alpha", sweep_alpha(recorded_adder()), made.replace(";", " alpha;", 1))
+    parts = {"alpha": sweep_alpha, "merged": sweep_merged}
+    for name in names:
+        save(name, parts[name](recorded_adder()), made.replace(";", f" {name};", 1))
+    if names:
         return
 
     model = writer()
@@ -189,7 +223,8 @@ def main(names: list[str]) -> None:
     for pattern, rank in PATTERNS.items():
         found += [add(model, rank, pattern, lr, seed) for lr in RATES[3:] for seed in SEEDS]
     save("addition", found, made)
-    save("alpha", sweep_alpha(model), made)
+    for name, part in parts.items():
+        save(name, part(model), made)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ plots.plan_maps({plan.name: plan.timeline for plan in plans}, title=title)
 # ## What must be held, and when?
 #
 # Call the layers $f_0, f_1, \dots$ and their backward passes $b_0, b_1, \dots$ A node $b_i$ needs two things: the gradient from $b_{i+1}$, and what $f_i$
-# has recorded: its input $x_i$, its output $x_{i+1}$ (the *values*) and its *interior*, whatever else it keeps. So the b nodes run from right to left, and what they need has to be there when their turn comes. To compute one f node once is a
+# has recorded: its input $x_i$, its output $x_{i+1}$ (the *values*) and its *interior*, everything else that its backward pass needs. So the b nodes run from right to left, and what they need has to be there when their turn comes. To compute one f node once is a
 # *forward evaluation*. Press play.
 
 # %%
@@ -114,13 +114,13 @@ f"{unexplained} bytes unexplained in {len(plan.steps)} steps"
 # Cut n layers into k segments and keep each segment's input. When the backward pass reaches a segment, compute that segment once more, this time keeping
 # all of it.
 #
-# > 144 layers. Instead of 145 values (the input is one), how many do you hold at least?
+# > 144 layers. Instead of 145 values (the input is one), how many do you hold with the best number of segments?
 
 # %%
 predict("checkpointing/segments", values=72)
 
 # %% [markdown]
-# The k inputs stay, and one segment of $n/k$ values is open at a time:
+# At most k inputs stay, and one segment of $n/k$ values is open at a time:
 #
 # $$ \text{held}(k) = k + \frac{n}{k}, $$
 #
@@ -205,7 +205,7 @@ predict("checkpointing/best-plan", evaluations=1000)
 # The recurrence ends in two places: one layer needs one evaluation, $e(1, c) = 1$, and with $x_0$ as the only snapshot every layer starts from $x_0$ again, $e(n, 1) = n(n+1)/2$. (What is held at the peak is a little more than c: the values of the layer that is being computed. In the first picture 4 snapshots
 # hold 6 values.)
 #
-# Griewank and Walther solved this in closed form. With $\binom{c+r}{c}$ layers no layer is advanced over more than r times; take the least r for which that is
+# Griewank and Walther solved this in closed form. With $\binom{c+r}{c}$ layers no layer is computed more than r times before it is recorded; take the least r for which that is
 # at least n:
 #
 # $$ e(n, c) = (r+1)\,n - \binom{c+r}{c+1}. $$
@@ -300,7 +300,7 @@ extra = checkpointing.simulate(half, costs).cost / once - 1
 reveal("checkpointing/half-the-memory", percent=round(100 * extra))
 
 # %% [markdown]
-# Within half of the activations' memory a step costs 0.58 of a forward pass more: some stages are computed twice, the others once. (The plan may hold less than half: the trades are stairs.)
+# Within half of the activations' memory a step costs 0.58 of a forward pass more, 19 % of a step: some stages are computed twice, the others once. (The plan may hold less than half: the trades are stairs.)
 # So nothing forces you to checkpoint *all* layers, as most configurations do. The plan is data. Carry it out, and compare gradients, FLOPs and bytes:
 
 # %%
@@ -402,7 +402,7 @@ ways["torch"] = lambda x: torch_checkpoint(block, x, use_reentrant=False)
 }
 
 # %% [markdown]
-# The careless one is wrong by more than a fifth, and nothing complains. So `checkpoint` keeps the state of the random
+# With p = 0.1 in one block the careless one is wrong by more than a fifth, and nothing complains. So `checkpoint` keeps the state of the random
 # generators (5 kB on a CPU), sets it before the second run, and puts the newer state back afterwards. It does the same with autocast.
 #
 # Two more things that a second run can get wrong. A `BatchNorm` inside a checkpointed region updates its running statistics twice. And a function that does not
@@ -412,7 +412,7 @@ ways["torch"] = lambda x: torch_checkpoint(block, x, use_reentrant=False)
 #
 # There are two ways to build it. The older one is an `autograd.Function` like `Careless`: its backward pass starts another backward pass
 # inside (it *reenters* autograd). A Function sees its tensor arguments and not the weights inside `fn`. So if the input needs no gradient (tokens, a frozen
-# layer below, LoRA), the output needs none either, and the weights get nothing. The three from above, where only "careless" is a Function:
+# layer below, LoRA), the output needs none either, and the weights get nothing. Of the three from above only "careless" is a Function:
 
 # %%
 frozen = torch.randn(4, 64, 64)  # needs no gradient
@@ -474,7 +474,7 @@ show(exercises.is_broken)
 # %% [markdown]
 # ## What does it cost: 33 %, 30 or 40?
 #
-# "Full recomputation costs 33 %" stands in many places, and so does "30 to 40 %".
+# Full recomputation is said to cost 33 %, or 30 to 40 %.
 #
 # A backward pass takes twice the FLOPs of a forward pass, so if every layer is computed once more, a step grows by
 #
@@ -537,7 +537,7 @@ for name, s in ((name, s) for name, lengths in sizes.items() for s in lengths):
     print(f"; to the end {to_the_end:.1%}, early {early:.1%}")
 
 # %% [markdown]
-# So 33 % is GPT-3's, without an early stop. Size alone does not decide: a head of 128 000 words is 6 % of the forward pass of 8 billion parameters and 0.5 % of that of 405 billion.
+# So 33 % holds without an early stop, and where the head is a small part of the forward pass. Size alone does not decide: a head of 128 000 words is 6 % of the forward pass of 8 billion parameters and 0.5 % of that of 405 billion.
 
 # %% [markdown]
 # ### Further: time is not FLOPs
@@ -554,7 +554,7 @@ both = forward + backward
 f"predicted {forward / both:.1%}", [f"{ms / both - 1:.1%}" for ms in timed.values()]
 
 # %% [markdown]
-# The formula with the timed ratio gives 39.3 %, the clock 38.8 %. "30 to 40 %" says that $\rho$ lies between 2.3 and 1.5.
+# The formula with the timed ratio gives 39.3 %, the clock 38.8 %. 30 to 40 % means a $\rho$ between 2.3 and 1.5.
 
 # %% [markdown]
 # ## Further: which part is cheapest to compute again?
@@ -609,10 +609,10 @@ def formula(policy):
 {policy: units.text(saved(policy).total) for policy in checkpointing.POLICIES}
 
 # %% [markdown]
-# Is the core so large because a model is large? $5as^2b$ against $34sbh$ is $5s/d$ against 34, where $d = h/a$ is the width of a head: neither the width of the model nor its layers are in it. Heads 64 wide meet the 34 at 435 tokens.
-# What size changes is the price: in FLOPs the core is s/6h of the products with weights, so a wide model computes it again for less. That is why the proposal is one for large models with long sequences.
+# Is the core so large because a model is large? $5as^2b$ against $34sbh$ is $5s/d$ against 34, where $d = h/a$ is the width of a head: neither the width of the model nor its layers are in it. With heads 64 wide the two terms are equal at 435 tokens.
+# What size changes is the price: in FLOPs the core is s/6h of the products with weights, so a wide model computes it again for less. So it pays for wide models with long sequences.
 #
-# These are bytes that wait at the *end of the forward pass*. With "full", one layer's interior comes on top during the backward pass.
+# These are bytes that wait at the *end of the forward pass*. With "full", one layer's interior comes on top during the backward pass. Where a job runs out of memory in the optimizer's step, recomputation does not help: the activations are gone by then.
 
 # %% [markdown]
 # ## In practice
@@ -625,22 +625,18 @@ def formula(policy):
 # - **Megatron-LM.** `--recompute-granularity full` with `--recompute-method uniform` (segments of `--recompute-num-layers`) or `block` (only the first
 #   layers of each stage, the rest kept: what you saw within half the memory); `--recompute-granularity selective` with `--recompute-modules core_attn …`.
 # - **DeepSpeed.** `"activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true, …}`: kept values are sharded over tensor-parallel
-#   ranks, or moved to the host's memory, as PyTorch's `torch.autograd.graph.save_on_cpu` does. A link of 64 GB/s of its own
-#   hides that for an H100 at 40 % of its peak where a model is about 8200 wide or more: $h \ge 4F/(3\,\text{bw})$, since a layer with fused attention keeps 32h bytes per token, and computes $24h^2$ FLOPs.
-#   <!-- arithmetic: round(4 * 0.4 * 989e12 / (3 * 64e9), -2) == 8200 -->
+#   ranks, or moved to the host's memory, as PyTorch's `torch.autograd.graph.save_on_cpu` does. An H100 at 40 % of its peak
+#   computes $24h^2$ FLOPs per token in a layer's forward pass. Meanwhile a link of 64 GB/s moves the layer's input, 2h bytes, if $h \ge F/(12\,\text{bw})$, about 500; all that a layer with fused attention records, 32h bytes, from about 8200 on.
+#   <!-- arithmetic: [round(size * 0.4 * 989e12 / (24 * 64e9), -2) for size in (2, 32)] == [500, 8200] -->
 # - **Hugging Face Transformers.** `gradient_checkpointing=True`: every layer, as in most libraries, also the last one, whose backward pass comes next. On 8 layers an eighth of the extra work is unnecessary.
 #
-# **On a real cluster** start with nothing, then selective, then every k-th layer, and full last. With fused attention the 5as²b are gone already, and the next
-# best thing to recompute is what is cheap per byte: norms, activation functions, dropout.
+# **On a real cluster** start with nothing, then recompute what is cheap per byte (norms, activation functions, dropout; without fused attention its core first), then every k-th layer, and full last.
 
 # %% [markdown]
 # ## Errata
 #
 # ### Wrong
 #
-# **"Activation checkpointing can reduce activation memory by about 50%"** (lecture slides on multi-GPU training). The same slides go from 60 to 8 GB, which is 87 % less. <!-- erratum: S4-009 -->
-
-# %% [markdown]
 # **About 33 GB of checkpoints for a 100B model** (ZeRO, section 6.1; section 3.2 has 60). One fp16 input per layer, 125 layers of width 8192, 32 <!-- erratum: ACT-76 -->
 # sequences of 1024:
 
@@ -651,6 +647,8 @@ units.text(2 * 32 * 1024 * 8192 * 125)
 # The stated 33 are half of it.
 #
 # ### True under a condition
+#
+# **"Activation checkpointing can reduce activation memory by about 50%, with a 33% recomputation overhead."** (lecture slides on multi-GPU training). It can: half of the memory cost 19 % of a step above. Other plans go further: the slides' own 60 and 8 GB are 87 % apart. <!-- erratum: S4-009 -->
 #
 # **Selective recomputation costs 2.7 % more FLOPs** (Korthikanti, equations 7 and 8, for GPT-3). One more forward pass of the two attention products is the 0.9 % above, <!-- erratum: ACT-40 -->
 # $4bs^2h$ per layer. Equation (8) adds $12bs^2h$, three times that: true if their backward pass is repeated as well.
@@ -665,11 +663,11 @@ units.text(2 * 32 * 1024 * 8192 * 125)
 # >   <!-- claim: checkpointing.simulate(checkpointing.segments(144, 12), checkpointing.Costs.uniform(144)).peak == 24 -->
 # > - The best plan for equal layers is binomial: 25 evaluations for 10 layers with 3 snapshots, 322 for 100 with 10, 4636 for 1000 with 10.
 # >   <!-- claim: [checkpointing.binomial_evaluations(*case) for case in ((10, 3), (100, 10), (1000, 10))] == [25, 322, 4636] -->
-# > - For unequal layers and a budget in bytes, dynamic programming finds the plan. With half of the activations our GPT computes 0.58 of a forward pass more, and 20 equal layers with an interior of 30 outputs 0.55 (`frontier(Costs.uniform(20, interior=30))`).
+# > - For unequal layers and a budget in bytes, dynamic programming finds the plan. With half of the activations our GPT computes 0.58 of a forward pass more.
 # >   <!-- claim: round(min(cost for room, cost in checkpointing.frontier(checkpointing.Costs.uniform(20, interior=30)) if room <= 621 / 2) / 20 - 1, 2) == 0.55 -->
 # > - `checkpoint` keeps the arguments alone and changes no bit, if the second run sees the random state of the first.
 # >   <!-- claim: measure.saved_activations(lambda: checkpointing.checkpoint(torch.exp, torch.ones(8, requires_grad=True)), torch.nn.Module()).total == 32 -->
-# > - Full recomputation adds a third of the FLOPs (GPT-3 with early stop and no dropout: 22 %), and about 39 % of the time where the backward pass is 1.55 times the forward.
+# > - Full recomputation adds a third of the FLOPs if it runs to the end (GPT-3: 33 %; with PyTorch's early stop and no dropout 22 %), and about 39 % of the time where the backward pass is 1.55 times the forward.
 # >   <!-- claim: [round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "full", early_stop=e), 3) for e in (False, True)] == [0.332, 0.224] -->
 # > - For GPT-3 with dropout and plain attention the core is 70 % of a layer's activations, and to compute it again adds 0.9 % to the FLOPs. The first number depends on s/d alone, the second on s/h.
 # >   <!-- claim: (round(1 - memory.korthikanti(b=1, s=2048, h=12288, a=96, checkpointing="selective").total / memory.korthikanti(b=1, s=2048, h=12288, a=96).total, 2), round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "selective", early_stop=False), 3)) == (0.70, 0.009) -->

@@ -63,7 +63,7 @@ plots.ring_animation(world.trace)
 # ## What can two ranks say to each other?
 #
 # Two things: `comm.send(x, dst)` and `comm.recv(out, src)`. A send returns when the other side has received: the two wait for each other, a *rendezvous*.
-# One message from such a meeting to its end is a *step*; that is what is counted as a step in this whole lab.
+# Messages that run at the same time make one *step*; steps wait for each other.
 #
 # (`rank.comm("dp")` is the communicator through which a rank reaches the others; "dp", data parallelism, is the name of the axis on which a `World(4)` lines
 # up its ranks.)
@@ -82,7 +82,7 @@ def tell(rank):
 world.run(tell)
 
 # %% [markdown]
-# Rank 1 now holds what rank 0 had. Next, everybody passes a tensor to the right: send first, then receive.
+# Next, everybody passes a tensor to the right: send first, then receive.
 
 
 # %%
@@ -141,7 +141,7 @@ show(collectives.shift)
 # %% [markdown]
 # It is not enough that nobody hangs. If rank 0 alone sends first, rank 1 sends when it has received, rank 2 after that, and so on: N steps.
 #
-# Where both directions are always needed, `comm.send_recv(x, dst, out, src)` does them at once and leaves nothing to order. The ring below is made of it.
+# Where both directions are always needed, `comm.send_recv(x, dst, out, src)` does them at once and leaves nothing to order.
 #
 # A second way to get stuck: ranks that disagree about *what* they are doing. Rank 2 takes another branch here.
 
@@ -246,7 +246,8 @@ show(collectives.broadcast_tree)
 # %% [markdown]
 # ## Which collectives are there?
 #
-# Eight, in pairs that undo or complete each other. Three ranks, and three pieces on each: with i = (r + 1)·(1, 2), rank r holds i, i² and i³.
+# Eight. Three pairs run the same messages in opposite directions: broadcast and reduce, scatter and gather, all-gather and reduce-scatter. The other two are all-reduce and all-to-all.
+# Take three ranks, and three pieces on each: with i = (r + 1)·(1, 2), rank r holds i, i² and i³.
 
 
 # %%
@@ -263,13 +264,13 @@ three = World(3)
 three.run(lambda rank: example(rank).tolist())
 
 # %% [markdown]
-# Scatter: rank 0's pieces, one for each rank. (Gather is the way back.)
+# Scatter: rank 0's pieces, one for each rank.
 
 # %%
 on_three(collectives.scatter_star)
 
 # %% [markdown]
-# Reduce: the sum of all, at rank 0 alone. (Broadcast is the way back.)
+# Reduce: the sum of all, at rank 0 alone.
 
 # %%
 three.run(lambda rank: collectives.reduce_tree(example(rank), rank.comm("dp")))
@@ -431,7 +432,7 @@ collectives.sent("all_reduce_ring", nbytes=40, n=4).diff(uneven.sent)
 # %% [markdown]
 # ### Exercise 7.3 · Write the ring (15 min, ●●○)
 #
-# You get `send_recv` and your neighbors. Return the sum; send no more than a ring has to. `collectives.shares(numel, N)` says how to cut a tensor of `numel` elements, and `reduce="sum"`
+# You get `send_recv` and your neighbors. Return the sum; send no more than a ring has to (another exchange with as few bytes passes, too). `collectives.shares(numel, N)` says how to cut a tensor of `numel` elements, and `reduce="sum"`
 # in `send_recv` adds what arrives to `out`.
 
 
@@ -448,7 +449,7 @@ check("collectives/ring-all-reduce", ring_all_reduce)
 hint("collectives/ring-all-reduce", 1)
 
 # %% [markdown]
-# The library's ring is two rounds of the same four lines; the first one adds.
+# The library's ring is two rounds of the same four lines; the first one adds, in the dtype that travels.
 
 # %%
 show(collectives.ring_hops)
@@ -577,7 +578,7 @@ where = collectives.crossover("all_reduce_ring", "all_reduce_halving_doubling", 
 reveal("all-reduce/ring-wins-from", kB=round(where / 1000, 1))
 
 # %% [markdown]
-# The product λ · bw is what a link could have sent in the time of one latency, here 100 kB. With more ranks the ring has more steps, and the place moves: its steps decide below about N · λ · bw, and its bytes far above.
+# The product λ · bw is what a link could have sent in the time of one latency, here 100 kB: on six ranks the lines cross at 2.2 times that. With more ranks the ring has more steps, and the place moves: its steps decide below about N · λ · bw, and its bytes far above.
 #
 # And on eight ranks?
 
@@ -627,13 +628,13 @@ for name in ("ring", "halving_doubling"):
         print(f"{name:17} {n:3} ranks {fullest:>9}")
 
 # %% [markdown]
-# Halving–doubling sends through both directions of each link, the ring through one, and still the ring is ahead on such a network, by a factor that grows with N (on four ranks it is 1).
+# Halving–doubling sends through both directions of each link, the ring through one, and still the ring is ahead on such a network for large tensors, by a factor that grows with N (on four ranks it is 1).
 # (Two rings of half the tensor each, in opposite directions, would halve the ring's number once more.) A ring works with any number of ranks, on any network with a cycle through
 # all of them.
 #
 # ## Further: and if some links are slow?
 #
-# Machines have fast links inside and a slower network between them. Here are two machines of four ranks each: on the axis `tp` lie the ranks of one machine,
+# Machines have fast links inside and a slower network between them, and a ring is as fast as its slowest hop. Here are two machines of four ranks each: on the axis `tp` lie the ranks of one machine,
 # on `dp` those with the same place in different machines. The *hierarchical* all-reduce is three collectives in a row:
 
 
@@ -668,7 +669,7 @@ on_two_levels(4_000_000, inside=4, across=2), machines.ledger.only(rank=5).by("a
 # %% [markdown]
 # What does it gain? Four machines of eight ranks, 1 GB, 450 GB/s inside a machine and 50 GB/s from each rank to the other machines.
 #
-# > How many times as long does one ring over all 32 ranks take, if each of its hops is as slow as the slowest link?
+# > How many times as long does one ring over all 32 ranks take, if each of its hops is as slow as the slowest link, and it leaves a machine through one of the eight?
 
 # %%
 predict("hierarchy/one-ring-takes", times=2)
@@ -698,10 +699,10 @@ for nbytes, count in ((1e3, 4), (1e6, 4), (1e8, 4), (1e9, 4), (1e9, 64)):
 
 # %% [markdown]
 # Two levels have fewer slow steps, 6 in place of 62: that decides for small tensors. For large ones the number of links decides. One ring leaves a machine through a single one of its
-# eight links. *Eight rings*, an eighth of the tensor each, leave through all of them; NCCL builds as many. On four machines the two levels lose against those at 1 GB, because their fast and slow parts come one
+# eight links. *Eight rings*, an eighth of the tensor each, leave through all of them. On four machines the two levels lose against those at 1 GB, because their fast and slow parts come one
 # after the other. On 64 machines they win even there, since eight rings then wait for 1022 steps of 10 µs, and two levels for 126.
 #
-# Two conditions are in that. Of eight hops of a ring seven stay inside a machine. Where those take 2 µs, and a rank waits for its neighbor alone, a hop takes 3 µs on average, and the eight rings need 8.1 ms in place of 15.2: less than two levels.
+# This holds under two conditions. Of eight hops of a ring seven stay inside a machine. Where those take 2 µs, and a rank waits for its neighbor alone, a hop takes 3 µs on average, and the eight rings need 8.1 ms in place of 15.2: less than two levels.
 # And two levels that cut the tensor into chunks can do their fast part, 3.9 ms, while the slow part of another chunk is on its way. So neither pattern is the better one. Bytes per step decide, as before, with the latency of each hop and what overlaps.
 # <!-- arithmetic: [round(1e3 * (1022 * hop + 2 * 511 / 512 * 1e9 / 8 / 50e9), 1) for hop in (10e-6, (7 * 2e-6 + 10e-6) / 8)] + [round(1e3 * (14 * 2e-6 + 2 * 7 / 8 * 1e9 / 450e9), 1)] == [15.2, 8.1, 3.9] -->
 #
@@ -770,7 +771,7 @@ print("latency", units.text(here.latency, "s"))
 print("bandwidth", units.text(here.bandwidth, "B/s"), "for each rank, all at once")
 
 # %% [markdown]
-# With these two numbers the model predicts every algorithm at every size. Lines are predictions, dots are measurements on four processes.
+# (On a busy machine λ is larger: measure it when nothing else runs.) With these two numbers the model predicts every algorithm at every size. Lines are predictions, dots are measurements on four processes.
 
 # %% tags=["nbval-ignore-output"]
 sizes, measured = [4**k for k in range(2, 13)], {}
@@ -812,7 +813,7 @@ print("three into rank 0:", units.text(seconds(into_rank_0, 4) / 10, "s"))
 # %% [markdown]
 # With two ranks silent, the other two are faster than before. And three messages into one rank take less than three times as long as one: they overlap. Both make the naive way and the tree
 # faster than the model says. In the ring and in halving–doubling all ranks send in every step, as they did when λ and bw were measured, so for them the model leaves out less. Even then the *order* of the four is
-# not always the model's: look which dot is the slowest for messages of some kilobytes. A count of bytes needs no such care: it is the same everywhere.
+# not always the model's: for messages of some kilobytes the naive way and the tree may change places. A count of bytes needs no such care: it is the same everywhere.
 
 # %%
 processes.close()
@@ -872,7 +873,7 @@ for name in (*rings, "all_to_all_pairwise"):
 # | the right network card | `NCCL_SOCKET_IFNAME`, `NCCL_IB_HCA`; `GLOO_SOCKET_IFNAME` for gloo |
 # | to know who hangs | `TORCH_FR_BUFFER_SIZE` (before: `TORCH_NCCL_TRACE_BUFFER_SIZE`) with `TORCH_NCCL_DUMP_ON_TIMEOUT` (the flight recorder), `TORCH_NCCL_DESYNC_DEBUG` |
 # | to catch mismatched collectives | `TORCH_DISTRIBUTED_DEBUG=DETAIL`; `dist.monitored_barrier()` on gloo |
-# | in-place, asynchronous, a mean | torch's calls write into their input; `async_op=True` returns a `Work`; `ReduceOp.AVG` exists for NCCL only |
+# | in-place, asynchronous, a mean | torch's calls write into their input; `async_op=True` returns a `Work`; `ReduceOp.AVG` is documented for NCCL only |
 #
 # **Frameworks** make messages large before they send them, since below N · λ · bw the steps of a ring decide: DDP packs gradients into buckets (`bucket_cap_mb`, 25 by
 # default), DeepSpeed has `reduce_bucket_size` and `allgather_bucket_size`, FSDP2 gathers a whole transformer block at a time (torchtitan calls

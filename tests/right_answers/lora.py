@@ -67,6 +67,16 @@ class _TwoLinears(nn.Module):
         self.merged_layer = None
 
 
+class _Cast(_Plain):
+    """The factors in the dtype of what comes."""
+
+    def forward(self, x):
+        if self.merged:
+            return self.linear(x)
+        A, B = (factor.to(x.dtype) for factor in (self.A, self.B))
+        return self.linear(x) + F.linear(F.linear(x, A), self.scale * B)
+
+
 class _Mirrored(nn.Module):
     """The factors the other way round, A·Bᵀ with the zero one first, and the whole weight summed."""
 
@@ -162,6 +172,7 @@ _LAYERS = {
     "two linear layers": _TwoLinears,
     "the sum written out, mirrored": _Mirrored,
     "buffers": _Buffers,
+    "cast to the dtype of x": _Cast,
 }
 RIGHT = {
     "lora/adapter": _LAYERS,

@@ -105,6 +105,14 @@ class _Detached(_Slips):
         return self.linear(x).detach() + self.scale * (x @ self.A.T @ self.B.T)
 
 
+class _Widened(_Slips):
+    """Right in fp64, and fp64 whatever comes in."""
+
+    def forward(self, x):
+        low = x.double() @ self.A.T.double() @ self.B.T.double()
+        return self.linear(x) + self.scale * low
+
+
 class _TwoDims(_Slips):
     def forward(self, x):
         low = torch.mm(torch.mm(x.reshape(x.shape), self.A.T), self.B.T)
@@ -207,6 +215,7 @@ WRONG = {
         Wrong("the base's output detached", _Detached, "the layer below", "Frozen is W"),
         Wrong("x detached", _DetachedInput, "the layer below", "must not be detached"),
         Wrong("two dims only", _TwoDims, "the layer below", "[b, s, k]"),
+        Wrong("widened", _Widened, "in bf16", "dtype of x"),
         Wrong("no bias", _NoBias, "it begins as the layer", "bias"),
     ),
     "lora/held": (

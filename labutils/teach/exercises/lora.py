@@ -209,6 +209,23 @@ def _passes_on(attempt: Callable) -> str:
     return "x[2, 3, k]"
 
 
+def _in_bf16(attempt: Callable) -> str:
+    """The layer of a model in half precision: its outputs are in bf16, and right to its digits."""
+    rank, alpha = _CASES[0]
+    layer = _made(attempt, _linear(dtype=torch.bfloat16), rank, alpha).eval()
+    A, B = (factor.double() for factor in _factors(layer, rank))
+    x = _x(dtype=torch.bfloat16)
+    y, base = layer(x).detach(), _linear(dtype=torch.bfloat16).double()
+    if y.dtype != torch.bfloat16:
+        hint = "The next layer expects bf16: compute in the dtype of x."
+        raise Failed(f"a bf16 layer and x in bf16 give {str(y.dtype).removeprefix('torch.')}", hint)
+    right = base(x.double()).detach() + alpha / rank * x.double() @ A.mT @ B.mT
+    off = ((y.double() - right).norm() / right.norm()).item()
+    if off > 0.02:
+        raise Failed(f"in bf16 the output is off by {off:.0%}", "W·x + bias + (α/r)·B·A·x, in bf16.")
+    return f"off by {off:.1%}"
+
+
 ADAPTER = Exercise(
     id="lora/adapter",
     title="Give a layer an adapter",
@@ -222,6 +239,7 @@ ADAPTER = Exercise(
         Property("it learns", _learns),
         Property("the factor α/r", _scaled),
         Property("the layer below", _passes_on),
+        Property("in bf16", _in_bf16),
     ),
     hints=(
         "Keep the layer, frozen with requires_grad_(False). A is an nn.Parameter [r, k], drawn; "

@@ -196,8 +196,8 @@ class Sweep:
 
 def sweep(task: str) -> Sweep:
     """The sweep of a task that tools/lora_sweep.py records: "addition", from base 10 to base 8;
-    "alpha", the same with other α; or "text", from Python's reference to its
-    source code, where `old` is the reference's loss."""
+    "alpha", the same with other α; "merged", an adapter merged into NF4; or
+    "text", from Python's reference to its source code, where `old` is the reference's loss."""
     with open(DATA / f"lora_{task}.csv", encoding="utf-8") as file:
         made = file.readline().removeprefix("# ").strip()
         return Sweep(list(csv.DictReader(file)), made)
