@@ -264,7 +264,7 @@ RIGHT = {
         "when memory is full": _by_memory,
         "inserted from behind, a tuple": _inserted,
         "step by step": _greedy,
-        "one line of text": lambda *case: " ".join(_queue(*case)),
+        "one line of text": lambda *case: " ".join(f"{kind}{k}" for kind, k in _queue(*case)),
     },
     "pipeline/bug-hunt": {
         "generators": _repaired,

@@ -515,7 +515,7 @@ _ALL = {
         ("no division by the GPUs", _no_gpus, "tokens in the batch", "number of GPUs"),
     ],
     "flash/online-softmax": [
-        ("starts at 0", partial(_online, start=0.0), "huge scores", "subtract the largest"),
+        ("starts at 0", partial(_online, start=0.0), "huge scores", "before the first"),
         ("starts at −10 000", partial(_online, start=-1e4), "huge scores", "never replaced"),
         ("starts at −∞", partial(_online, start=-math.inf),
          "a masked first block", "lowest finite"),

@@ -222,7 +222,7 @@ def _in_bf16(attempt: Callable) -> str:
     right = base(x.double()).detach() + alpha / rank * x.double() @ A.mT @ B.mT
     off = ((y.double() - right).norm() / right.norm()).item()
     if off > 0.02:
-        raise Failed(f"in bf16 the output is off by {off:.0%}", "W·x + bias + (α/r)·B·A·x, in bf16.")
+        raise Failed(f"in bf16 you are off by {off:.0%}", "W·x + bias + (α/r)·B·A·x, in bf16.")
     return f"off by {off:.1%}"
 
 
