@@ -26,8 +26,8 @@ TABLE = HERE / "table.csv"
 COLUMNS = ("benchmark", "row", "peer", "ours", "theirs", "ratio", "aim", "rounds", "note")
 # Seconds; what one leaves is the next one's. `gpu.py` records runs, by itself.
 SHARES = {
-    "tensor_parallel": 30, "data_parallel": 60, "zero": 60, "context_parallel": 60,
-    "expert_parallel": 40, "pipeline": 60, "all_reduce": 50, "flash": 110, "mixed_precision": 45,
+    "tensor_parallel": 30, "data_parallel": 60, "zero": 60, "mesh": 40, "context_parallel": 60,
+    "expert_parallel": 40, "pipeline": 60, "all_reduce": 50, "flash": 70, "mixed_precision": 45,
     "checkpointing": 20, "lora": 25, "rounding": 20, "memory": 20,
 }  # fmt: skip
 

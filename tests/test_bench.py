@@ -8,6 +8,7 @@ import subprocess
 import types
 
 import pytest
+import torch
 
 from labutils.world import World
 
@@ -147,6 +148,17 @@ def test_ranks_agree_on_the_last_round(rig):
 
     with World(2, engine="processes") as two:
         assert two.run(rounds, rig.interleave) == [1, 1]
+
+
+def test_a_step_of_torchs_parts_has_our_gradients_or_no_time(rig):
+    mesh = importlib.import_module("mesh")
+    whole = {"column": torch.arange(8.0).view(4, 2), "norm": torch.ones(3)}
+    mine = whole | {"column": whole["column"].chunk(2)[1]}
+    assert mesh.apart(mine, whole, tp=1) == mesh.apart(mine, mine, tp=1) == 0
+    assert mesh.apart(mine, whole, tp=0) == 4 / 7, "the share of the other rank"
+    assert mesh.apart(mine, {**mine, "norm": 4 * mine["norm"]}, tp=1) == 3 / 7
+    with pytest.raises(AssertionError):
+        mesh.apart(mine, {"norm": mine["norm"]}, tp=1)
 
 
 def test_the_kept_table_says_where_it_is_from():
