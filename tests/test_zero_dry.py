@@ -6,7 +6,7 @@ import pytest
 import torch
 from zero_training import TIED, UNTIED, inner, of_a_step, own, planned, ranks
 
-from labutils import measure, predict, world
+from labutils import checkpointing, measure, predict, world, zero
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.predict.rehearsal import rehearsal
@@ -98,6 +98,31 @@ def test_a_rank_of_llama_405b_among_16384():
     assert held.total == 75_374_108_764
     assert predict.sent(two, train, mesh, rank).diff(told.sent).unexplained == 0
     assert predict.peak_states(config, train, mesh, rank).total == 88_510_935_500
+
+
+def a_sequence_of_llama_405b(rank, config):
+    """The peak of a step on one sequence, every layer recomputed, in lab 09's units."""
+    model = GPT(config, attention="sdpa")
+    checkpointing.apply(model, "full")
+    units = [model.tokens, *model.blocks, model.head]
+    zero.shard(model, rank.comm("dp"), units=units, param_dtype=torch.bfloat16)
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.zeros(1, 8192, dtype=torch.long)
+    for piece in model.parameters():
+        piece.grad = torch.zeros_like(piece) if len(piece) else None
+    optimizer.step()
+    optimizer.zero_grad()
+    return measure.peak(lambda: model.loss(x, x).backward(), model, optimizer).total
+
+
+def test_lab_09_says_how_much_a_sequence_of_llama_405b_takes():
+    """From three and four layers: each further one keeps its input and its share."""
+    config = dataclasses.replace(ModelConfig.named("llama-3.1-405b"), seq_len=8192)
+    with world.World(16_384, engine="dry") as dry:
+        few, more = (
+            dry.run(a_sequence_of_llama_405b, dataclasses.replace(config, num_layers=layers), rank=7)
+            for layers in (3, 4)
+        )
+    assert round((few + 123 * (more - few)) / 1e9) == 68
 
 
 @pytest.mark.parametrize("asked", [dict(zero=0), dict(zero=1, fp8="current", precision="fp32")])

@@ -363,10 +363,11 @@ show(zero.unit_order)
 predict("zero/peak-of-16384", GB=1)
 
 # %%
-def dry_step(rank, config):
+def dry_step(rank, config, apart=False):
     """What a step holds that is not the optimizer's first."""
     model = GPT(config, attention="sdpa")
-    zero.shard(model, rank.comm("dp"), param_dtype=torch.bfloat16)
+    parts = [model.tokens, *model.blocks, model.head] if apart else None
+    zero.shard(model, rank.comm("dp"), units=parts, param_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     tokens = torch.zeros(1, 8192, dtype=torch.long)
 
@@ -406,8 +407,16 @@ peak = formulas.peak_states(largest, train, mesh, rank=11_111).total
 reveal("zero/peak-of-16384", GB=round(peak / 1e9, 1))
 
 # %% [markdown]
-# Nearly all of it is one layer and the next, with their gradients, and the embeddings. That is the floor of level 3 with layers as units, and no number
-# of devices lowers it. A GPT of a trillion parameters on 1024 devices, on paper and at its peak:
+# Nearly all of it is one layer and the next, with their gradients, and the embedding and the head, which belong to no layer and are whole through the entire pass.
+# No number of devices lowers that. Units do: with embedding and head as units of their own, as torchtitan has them, the eight layers hold at most
+
+# %%
+with World(n, engine="dry") as dry:
+    apart = dry.run(dry_step, deep, True, rank=11_111)
+units.text(held.total), units.text(apart.total)
+
+# %% [markdown]
+# A GPT of a trillion parameters, with tied embeddings, on 1024 devices, on paper and at its peak:
 
 # %%
 wide = dict(num_heads=160, d_ff=102_400, vocab_size=50_304, seq_len=2048)
@@ -417,8 +426,8 @@ at_most = formulas.peak_states(trillion, train, Mesh(dp=1024)).total
 units.text(zero.model_states(trillion.num_params, 1024, 3).total), units.text(at_most)
 
 # %% [markdown]
-# More than the 80 GB of an H100. The states of the 405 billion leave 35 GB for activations, and one sequence of 8,192 tokens needs 37 GB even if every layer is recomputed.
-# <!-- claim: (lambda m: round(predict.activations(m, config.TrainConfig(micro_batch=1, global_batch=16384, zero=3, checkpointing="full"), config.Mesh(dp=16384)).total / 1e9))(predict.replace(config.ModelConfig.named("llama-3.1-405b"), seq_len=8192)) == 37 -->
+# More than the 80 GB of an H100. (Without prefetch one layer less is whole, 15.7 GB, and every gather is waited for.)
+# <!-- claim: (lambda m: round(2e-9 * sum(anatomy.units(m)["blocks.0"]), 1))(config.ModelConfig(num_layers=128, d_model=25600, num_heads=160, d_ff=102400, vocab_size=50304, seq_len=2048)) == 15.7 -->
 # And what does a step take? Llama 3 was trained on 2,048 sequences of 8,192 tokens at a time: 1,024 tokens for each of 16,384 ranks.
 # A node of H100s has eight links of 50 GB/s, of which messages reach 40. Eight rings use them all (lab 07), 320 GB/s from each rank to the next. Products reach 61 % of the peak, an estimate from Llama 3's published throughput:
 
@@ -438,8 +447,9 @@ print(units.text(sent), f"of bytes: {sent / wire.bandwidth:.0f} s")
 print(f"{hops:,} hops: {hops * wire.latency:.0f} s")
 
 # %% [markdown]
-# **Sharding alone is not enough for the 405 billion: a whole sequence does not fit, and an eighth of one is too little work to hide the bytes.** Rings are not to blame. Without a single hop the bytes take twice as long as the computing, and smaller groups of ranks gather as many. Labs 10 and 13 divide the bytes, held and sent: a rank that
-# has an eighth of each layer, or one layer in sixteen, makes that much less whole and gathers that much less. With 8 × 16 ranks to a copy of the model, 128 copies are left: rings of 128, and 16 sequences for each.
+# **Sharding alone is not enough for the 405 billion: with 16 million tokens in a step, 1,024 for each rank are too little work to hide the bytes.** Rings are not to blame: without a single hop the bytes take twice as long as the computing, and smaller groups of ranks gather as many.
+# Nor is memory: with the units of above a whole sequence fits, 68 GB if every layer is recomputed, but a sequence for every rank would be a batch eight times as large.
+# Labs 10 and 13 divide the bytes, held and sent: a rank that has an eighth of each layer, or one layer in sixteen, makes that much less whole and gathers that much less. With 8 × 16 ranks to a copy of the model, 128 copies are left: rings of 128, and 16 sequences for each.
 
 # %% [markdown]
 # ## Further: is level 3 slower, then?
@@ -476,7 +486,7 @@ predict("zero/tokens-per-rank", tokens=1000)
 reveal("zero/tokens-per-rank", tokens=round(rate / network.bandwidth * 63 / 64))
 
 # %% [markdown]
-# The latency of a ring's hops is left out here. Every gather is N − 1 hops long, however short its pieces: on 64 ranks the hops of a block take 23 % of the time of its bytes, on 1024 ranks 3.8 times that time, at 5 µs for each hop. (About half as much, if the seven of eight hops that stay inside a node take 2 µs.)
+# This condition leaves out the latency of a ring's hops; the time lines below count it. Every gather is N − 1 hops long, however short its pieces: on 64 ranks the hops of a block take 23 % of the time of its bytes, on 1024 ranks 3.8 times that time, at 5 µs for each hop. (About half as much, if the seven of eight hops that stay inside a node take 2 µs.)
 # <!-- claim: (lambda b, r: [round((n - 1) * r.latency * r.bandwidth / b, 2) for n in (64, 1024)])(2 * sum(anatomy.units(config.ModelConfig.named("llama-3.1-8b"))["blocks.0"]), config.Hardware.named("H100").ring(64)) == [0.23, 3.75] -->
 # So the condition holds for messages much longer than N·λ·bw. Beyond that, libraries gather in fewer steps than a ring, or in smaller groups (hybrid sharding, below).
 #
@@ -573,7 +583,7 @@ for how, (nbytes, links) in leaves.items():
     print(f"{how:11} {units.text(nbytes)} leave a machine, {each} per link of {links}")
 
 # %% [markdown]
-# So 59 % of the bytes still cross machines, and 89 % if gradients are reduced in fp32, for eight times the model states.
+# So the hybrid sends 59 % as many bytes from machine to machine as flat sharding, and 89 % if gradients are reduced in fp32. For that a rank holds eight times the model states.
 # <!-- arithmetic: [(lambda flat, across: round(100 * across / flat))((4 + g) * 63 / 64, 8 * 2 * g / 8 * 7 / 8) for g in (2, 4)] == [59, 89] -->
 # Against one ring the gain is in the links, eight in place of one. Against eight rings,
 # which use all links as well, 5.9 GB through each become 3.5, and a gather has 7 hops in place of 63. With accumulation the hybrid gains more: shares of gradients add up, and cross once per step, where flat gathers cross in every micro-batch.
@@ -888,7 +898,8 @@ world.ledger.by("name"), 4 * (4 * psi * 3 // 4)
 # >   <!-- claim: collectives.sent("all_reduce_ring", nbytes=960, n=4).by("rank")[0] * 4 == collectives.sent("all_reduce_ring", nbytes=4 * 960, n=4).by("rank")[0] -->
 # > - With micro-batches levels 2 and 3 reduce after each one, if they keep no whole gradients, and level 1 once: with eight, level 2 sends 4.5 times as much.
 # >   <!-- claim: zero.volume(2, accumulation=8) == 4.5 * zero.volume(1, accumulation=8) -->
-# > - The floors of levels 1 and 2 are 4Ψ and 2Ψ. That of level 3, with layers as units, is two layers, their gradients and the embeddings, whole for a moment on top of 16Ψ/N: 44.5 GB for Llama-3.1-405B on 16,384 ranks.
+# > - The floors of levels 1 and 2 are 4Ψ and 2Ψ. That of level 3, with layers as units, is two layers, their gradients and the embeddings, whole for a moment on top of 16Ψ/N: 44.5 GB for Llama-3.1-405B on 16,384 ranks. Embedding and head as units of their own save 16.8 GB of that.
+# >   <!-- claim: round(8e-9 * (lambda m: m.vocab_size * m.d_model)(config.ModelConfig.named("llama-3.1-405b")), 1) == 16.8 -->
 # >   <!-- claim: round(1e-9 * predict.peak_states(config.ModelConfig.named("llama-3.1-405b"), config.TrainConfig(micro_batch=1, global_batch=16384, zero=3), config.Mesh(dp=16384)).total, 1) == 44.5 -->
 # >   <!-- claim: [round(zero.model_states(1, 10**9, level).total, 6) for level in (1, 2)] == [4, 2] -->
 # > - Recomputing a layer gathers nothing: it is whole for its backward anyway. Level 3 with checkpointing still sends 3Ψ(N − 1)/N.

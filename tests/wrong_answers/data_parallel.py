@@ -41,6 +41,12 @@ def _two_orders(length: int, rank: int, size: int, epoch: int) -> list[int]:
     return _deal()(length, rank, size, epoch % 2)
 
 
+def _one_more(length: int, rank: int, size: int, epoch: int) -> list[int]:
+    share, order = length // size + 1, list(range(length))
+    random.Random(epoch).shuffle(order)
+    return (order * (size + 1))[rank * share : (rank + 1) * share]
+
+
 def _cut_then_shuffled(length: int, rank: int, size: int, epoch: int) -> list[int]:
     mine = ([*range(length)] * size)[: -(-length // size) * size][rank::size]
     random.Random(epoch).shuffle(mine)
@@ -287,6 +293,7 @@ WRONG = {
             "or reversed",
         ),
         Wrong("two orders in turn", _two_orders, "a new order in every epoch", "a copy"),
+        Wrong("one more than needed", _one_more, "nobody works twice", "where N divides it"),
         Wrong(
             "never shuffled",
             lambda length, rank, size, epoch: [

@@ -621,7 +621,7 @@ _ALL = {
         ("weights in place of gradients", partial(_hooks, hook=_weights_reduced),
          "the gradient of the whole batch", "reduce parameter.grad"),
         ("rank 0's gradient for all", partial(_hooks, hook=_told),
-         "the gradient of the whole batch", "reduce parameter.grad"),
+         "the gradient of the whole batch", "hands out one rank's gradient"),
         ("weights told in every hook", partial(_hooks, hook=_told_and_reduced),
          "bytes sent", "once"),
     ],

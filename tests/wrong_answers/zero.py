@@ -159,7 +159,7 @@ class _Half:
     """The answer to the bug hunt, each slip a switch; the first two make the code of the lab."""
 
     local_norm = rereads = adds_norms = largest_norm = clips_early = gathers = whole_master = False
-    no_root = means_squares = scales_up = tells_nothing = wide_weights = False
+    no_root = means_squares = scales_up = tells_nothing = wide_weights = means_norms = False
 
     def __init__(self, w: nn.Parameter, comm: world.Comm, make: exercises.Make) -> None:
         self.w, self.comm = w, comm
@@ -187,6 +187,8 @@ class _Half:
             norm = self.comm.all_reduce(norm)
         elif self.largest_norm:
             norm = self.comm.all_reduce(norm, "max")
+        elif self.means_norms:
+            norm = self.comm.all_reduce(self.w.grad.float().norm()) / self.comm.size
         elif self.no_root:
             norm = self.comm.all_reduce(norm**2)
         elif not (self.local_norm or self.clips_early):
@@ -298,6 +300,12 @@ WRONG = {
             _slip(_Half, "clips_early"),
             "clipping",
             "after it has been reduced",
+        ),
+        Wrong(
+            "the mean of the ranks' own norms",
+            _slip(_Half, "means_norms"),
+            "clipping",
+            "the norm of a rank's own gradient",
         ),
         Wrong("no root", _slip(_Half, "no_root"), "clipping", "take the root of it"),
         Wrong(

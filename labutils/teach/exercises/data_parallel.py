@@ -50,6 +50,11 @@ def _repeated(parts: list[list[int]], length: int) -> tuple[str, str] | None:
     spare = -length % len(parts)  # what equal shares need on top
     dealt = collections.Counter(itertools.chain(*parts))
     repeated = dealt.total() - len(dealt)
+    if length + spare < dealt.total() < length * len(parts) and len(dealt) == length:
+        return (
+            f"{dealt.total()} examples are dealt out, {length + spare} are enough",
+            "Each rank needs ⌈length / N⌉ of them: length / N where N divides it.",
+        )
     if repeated > spare:
         return (
             f"{repeated} examples come twice or more often, at most {spare} must",
@@ -401,6 +406,11 @@ def _why(seen: _Seen, rank: int, step: int, wrong: list[str], hint: str) -> tupl
         return (
             f"{name} has no gradient",
             "Leave the mean in parameter.grad, in place: parameter.grad.copy_(…).",
+        )
+    if n > 1 and is_(seen.alone(0, step)[name]) and _near(seen.gradients[1][step][name], found):
+        return (
+            f"all ranks have the {name} gradient of rank 0",
+            "A broadcast hands out one rank's gradient. The mean needs those of all: all_reduce.",
         )
     if is_(seen.alone(rank, step)[name]):
         every = len(wrong) == len(seen.gradients[rank][step])

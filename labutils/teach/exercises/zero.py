@@ -611,8 +611,10 @@ def _half(
 
 
 def _steep(numel: int) -> Callable[[int], Tensor]:
-    """Gradients whose mean is 1, 2, …: the shares of later ranks are steeper."""
-    return lambda rank: torch.arange(1.0, numel + 1) * (1.5 if rank % 2 == 0 else 0.5)
+    """Gradients whose mean is 1, 2, …: later shares are steeper, and no two ranks' point alike."""
+    mean = torch.arange(1.0, numel + 1)
+    apart = torch.where(mean % 2 == 0, 4.0, -4.0)  # else the mean of the norms were the right one
+    return lambda rank: 1.5 * mean + apart if rank % 2 == 0 else 0.5 * mean - apart
 
 
 def _hunt_plain(attempt: Callable) -> str:
