@@ -3,7 +3,7 @@
 #
 # **Four devices hold a copy of the model each and a quarter of the batch. What must they tell each other, and when, so that training is the same as on one?**
 #
-# *90 min, and 25 further · before this: labs 05 and 07 · needs a laptop, no GPU and no network*
+# *90 min, and 30 further · before this: labs 05 and 07 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -27,6 +27,7 @@ from labutils import anatomy, collectives, data_parallel, measure, precision, un
 from labutils import predict as formulas
 from labutils.accumulation import micro_batches
 from labutils.config import Hardware, Link, Mesh, ModelConfig, TrainConfig
+from labutils.ledger import Ledger
 from labutils.model import GPT
 from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
@@ -215,6 +216,58 @@ with World(8) as eight:
 # %% [markdown]
 # A single server is slow because all bytes pass through its links: it sends and receives seven times the model. **Servers everywhere are a reduce-scatter and an all-gather, an all-reduce in its two halves, to the byte.**
 # Parameter servers live on where ranks do not wait for each other, or touch few of the weights.
+#
+# **And `DataParallel`?** Rank 0 deals out weights and inputs, gathers the outputs, computes the loss alone, and deals out its gradient by the outputs, here called slopes. On four ranks, each step a star: is the gradient that of the batch, and are all bytes explained?
+
+# %%
+def as_data_parallel(rank):
+    comm, net = rank.comm("dp"), model(seed=rank.rank)
+    w = nn.utils.parameters_to_vector(net.parameters()).detach()
+    new = collectives.broadcast_star(w, comm)
+    nn.utils.vector_to_parameters(new, net.parameters())
+    outputs = net(collectives.scatter_star(batch[0], comm))
+    gathered = collectives.gather_star(outputs.detach(), comm)
+    slopes = torch.empty(8, 32, 128).double()
+    if comm.rank == 0:  # the others wait
+        gathered.requires_grad_()
+        loss = nn.functional.cross_entropy(gathered.flatten(0, 1), batch[1].flatten())
+        (slopes,) = torch.autograd.grad(loss, gathered)
+    outputs.backward(collectives.scatter_star(slopes, comm))
+    return collectives.reduce_star(gradient(net), comm)
+
+
+def through_rank_0(weights, inputs, outputs, n):
+    """What travels from rank 0 or to it, by name."""
+    stars = [
+        ("weights", "broadcast_star", weights), ("inputs", "scatter_star", inputs),
+        ("outputs", "gather_star", outputs), ("slopes", "scatter_star", outputs),
+        ("gradients", "reduce_star", weights),
+    ]  # fmt: skip
+    return {name: collectives.sent(how, nbytes=k, n=n) for name, how, k in stars}
+
+
+# %%
+found = world.run(as_data_parallel)[0]
+close = torch.allclose(found, gradient(whole), rtol=0, atol=1e-12)
+told = through_rank_0(8 * config.num_params, 8 * 8 * 32, 8 * 8 * 32 * 128, n=4)
+unexplained = sum(told.values(), Ledger()).diff(world.ledger).unexplained
+print(f"right: {close}, off by {unexplained}")
+
+# %% [markdown]
+# The gradients of the parts add up to that of the batch without a division, because rank 0 takes the mean over all outputs. GPT-2 on eight devices, with one sequence on each, and with eight, in fp32:
+
+# %%
+for b in (1, 8):
+    tokens = 8 * b * gpt2.seq_len
+    outputs = 4 * tokens * gpt2.vocab_size
+    told = through_rank_0(4 * gpt2.num_params, 8 * tokens, outputs, n=8)
+    print(b, {name: units.text(each.total) for name, each in told.items()})
+
+# %% [markdown]
+# Outputs outweigh the weights as soon as a rank has more than Ψ/(s·v) = 2.4 sequences. (With the loss inside the module a number travels in their place.)
+# <!-- claim: round((lambda m: m.num_params / (m.seq_len * m.vocab_size))(config.ModelConfig.named("gpt2")), 1) == 2.4 -->
+# Nothing here overlaps: rank 0 needs all outputs before it has a loss, and all gradients before it steps, while seven devices wait.
+# The 0.87 GB that each rank of DDP sends can travel while other gradients are computed, as the next question shows.
 
 # %% [markdown]
 # ## When may a gradient leave?
@@ -692,12 +745,12 @@ explore(knobs, states=30, bucket=sizes, ranks=[8, 128], bandwidth_GBps=[1, 10, 1
 # >   <!-- claim: (lambda f: sum(f(a, nbytes=800, n=8).by("rank")[0] for a in ("all_to_all_pairwise", "all_gather_ring")) == f("all_reduce_ring", nbytes=800, n=8).by("rank")[0])(collectives.sent) -->
 # > - Gradients come from the last layer to the first. Small buckets pay latency, one bucket for all cannot hide. A tied embedding comes last: 31 % of GPT-2.
 # >   <!-- claim: (lambda m: round(100 * m.vocab_size * m.d_model / m.num_params))(config.ModelConfig.named("gpt2")) == 31 -->
-# > - If the network keeps up, all but the last bucket can hide: 92 % for twelve equal ones. If it is ten times too slow, 9 %. It keeps up if a rank has (g/2)·F/bw tokens, for gradients of g bytes and messages much longer than N·λ·bw.
+# > - If the network keeps up, all but the last bucket can hide: 92 % for twelve equal ones. On a network ten times too slow 9 % do. It keeps up if a rank has (g/2)·F/bw tokens, for gradients of g bytes and messages much longer than N·λ·bw.
 # >   <!-- claim: [round(100 * data_parallel.backward_timeline([(1000, 1.0)] * 12, bucket_bytes=1000, n=2, link=config.Link(0, bw)).hidden) for bw in (2000, 100)] == [92, 9] -->
 # > - Look for inf, and clip, after the reduction: all ranks then see the same.
 # > - With k micro-batches reduce once per step: without `no_sync` the values are right and the bytes k-fold.
 # >   <!-- claim: len({predict.sent(config.ModelConfig.named("gpt2"), config.TrainConfig(micro_batch=1, global_batch=4 * k), config.Mesh(dp=4)).total for k in (1, 8)}) == 1 -->
-# > - Data parallelism makes training faster, not smaller: every rank holds all 16 bytes per parameter.
+# > - Data parallelism divides the batch and its activations, not the model: every rank holds all 16 bytes per parameter.
 # >   <!-- claim: [round(predict.states(m, config.TrainConfig(micro_batch=1, global_batch=n), config.Mesh(dp=n)).total / m.num_params) for m in [config.ModelConfig.named("gpt2-xl")] for n in (1, 2048)] == [16, 16] -->
 #
 # Next: [lab 09](09_zero.ipynb) lets every rank hold its part only.
