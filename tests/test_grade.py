@@ -9,13 +9,14 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 
 import hostile
 import pytest
 
 from labutils.teach import exercises, grade
 from labutils.teach.grade import __main__ as command
-from labutils.teach.grade import answers
+from labutils.teach.grade import answers, containment
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 EXPOSED = {"files", "network", "signals"} - grade.out_of_reach()
@@ -143,6 +144,51 @@ def test_the_page_and_gradescopes_file_say_the_same(graded):
         for test in found["tests"]:
             assert test["output"] == rows[name]["said"] and test["max_score"] == 10
     assert "no notebook" in found["output"] and found["tests"] == []
+
+
+def started(program, limits):
+    """A contained process whose program, with all that it starts, has begun to compute."""
+    process = containment.Contained(program, limits)
+    while computed(process) < 0.1:
+        time.sleep(containment.LOOK)
+    return process
+
+
+def computed(process):
+    """Seconds that it and what it started have computed."""
+    return sum(map(containment._computed, containment.descendants(process.leader)))
+
+
+@pytest.mark.skipif(not containment.LINUX, reason="elsewhere processes are not counted")
+def test_what_is_named_does_not_depend_on_when_the_grader_looks():
+    def forks(send, out_of_reach):
+        for _ in range(6):
+            if not os.fork():
+                break
+        while True:
+            pass
+
+    process = started(forks, grade.Limits(seconds=0.5, processes=4))
+    while computed(process) < 1:  # a grader that is late finds more than one limit passed
+        time.sleep(containment.LOOK)
+    assert process.look() and process.ended == "stopped: it started more than 4 processes"
+
+
+@pytest.mark.skipif(not containment.LINUX, reason="elsewhere waiting is not told from computing")
+@pytest.mark.parametrize("sleeps, seconds, what", [(0, 1, "computing"), (1e6, 5, "waiting")])
+def test_an_answer_that_gets_no_processor_does_not_wait(sleeps, seconds, what):
+    def works(send, out_of_reach):
+        while time.process_time() < 0.3:
+            pass
+        time.sleep(sleeps)
+        while True:
+            pass
+
+    process = started(works, grade.Limits(seconds=1))
+    while not process.look():
+        process.looked -= 1  # a machine that is busy, as it seems to the grader
+        time.sleep(containment.LOOK)
+    assert process.ended == f"stopped: it did not end within {seconds} seconds of {what}"
 
 
 CELLS = [

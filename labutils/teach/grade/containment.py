@@ -8,6 +8,7 @@ those, run the grader in a container or a virtual machine of its own.
 
 import contextlib
 import ctypes
+import itertools
 import os
 import resource
 import signal
@@ -24,7 +25,7 @@ import labutils
 
 LINUX = sys.platform == "linux"
 LOOK = 0.05  # seconds between looks at a process
-WAITING = 5  # times as many seconds as one that computes may an answer take that waits
+WAITING = 5  # times as many seconds as it may compute may an answer wait
 _TICKS = os.sysconf("SC_CLK_TCK")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_USER, _NEW_MOUNT, _NEW_PID = 0x10000000, 0x20000, 0x20000000
@@ -41,7 +42,8 @@ _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/sys", "/dev", "/
 class Limits:
     """What a submission may take to answer one exercise.
 
-    seconds: of computing, so that a busy machine gives as much time as a quiet one
+    seconds: of computing, and `WAITING` times as many in which it waits for something other than
+        a processor, so that a busy machine gives as much time as a quiet one
     memory: bytes, beside those of the libraries
     written: bytes of one file, and of its output; four times as many in all
     processes: at a time
@@ -146,7 +148,7 @@ class Contained:
     ) -> None:
         self.limits = limits
         self.folder = tempfile.mkdtemp(prefix="grade-")
-        self.began, self.sent, self.ended = time.monotonic(), b"", ""
+        self.looked, self.waited, self.sent, self.ended = time.monotonic(), 0.0, b"", ""
         self.pipe, theirs = os.pipe()
         os.set_blocking(self.pipe, False)
         self.leader = os.fork()
@@ -182,21 +184,27 @@ class Contained:
                 self.sent += more
 
     def _too_much(self) -> str:
-        limits, running = self.limits, list(descendants(self.leader))
-        if sum(map(_computed, running)) > limits.seconds:
-            return f"stopped: it did not end within {limits.seconds:g} seconds of computing"
-        if time.monotonic() - self.began > WAITING * limits.seconds:
-            return f"stopped: it did not end within {WAITING * limits.seconds:g} seconds"
-        if len(self.sent) > self.MOST:
-            return "stopped: it wrote into the grader's own channel"
+        limits, started = self.limits, descendants(self.leader)
+        running = list(itertools.islice(started, limits.processes + 1))
+        before, self.looked = self.looked, time.monotonic()
+        if not any(map(_wants_to_run, (self.leader, *running))):
+            self.waited += self.looked - before
+        # A machine that is busy looks late, and then several limits may be passed: time is named
+        # last, so that the reason is the same on any machine.
         if len(running) > limits.processes:
             return f"stopped: it started more than {limits.processes} processes"
+        if len(self.sent) > self.MOST:
+            return "stopped: it wrote into the grader's own channel"
         shared = _status(self.leader).get("RssAnon", 0)  # with all that were forked from it
         memory = sum(max(0, _status(pid).get("RssAnon", 0) - shared) for pid in running)
         if memory > limits.memory * 1.5:
             return f"stopped: its processes hold {memory / 1e9:.1f} GB"
         if bytes_below(self.folder) > 4 * limits.written:
             return f"stopped: it wrote more than {4 * limits.written / 1e6:g} MB"
+        if sum(map(_computed, running)) > limits.seconds:
+            return f"stopped: it did not end within {limits.seconds:g} seconds of computing"
+        if self.waited > WAITING * limits.seconds:
+            return f"stopped: it did not end within {WAITING * limits.seconds:g} seconds of waiting"
         return ""
 
 
@@ -253,6 +261,16 @@ def _computed(pid: int) -> float:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return sum(map(int, file.read().rpartition(")")[2].split()[11:15])) / _TICKS
     return 0.0
+
+
+def _wants_to_run(pid: int) -> bool:
+    """Whether a thread of a process runs, or would if a processor were free, on Linux."""
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "R":
+                    return True
+    return False
 
 
 def descendants(pid: int) -> Iterator[int]:
