@@ -1,7 +1,6 @@
 """Ranks as processes, kept warm between runs: whatever becomes of one, the notebook goes on."""
 
 import contextlib
-import importlib.util
 import itertools
 import math
 import multiprocessing
@@ -181,7 +180,6 @@ class Processes:
         return [outcome.failure for outcome in outcomes if outcome.failure]
 
     def run(self, fn: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Trace]:
-        _by_value(fn)
         try:
             program = cloudpickle.dumps((fn, args, kwargs))
         except Exception as error:
@@ -320,17 +318,3 @@ def _check_files(size: int) -> None:
         what = f"{size} ranks need more open files than the {limit} that a process may have here"
         remedy = f"start the notebook after `ulimit -n {max(4096, 16 * size)}`"
         raise RuntimeError(f"{what}: {remedy}, take fewer ranks, or the threads engine")
-
-
-def _by_value(fn: Callable) -> None:
-    """Let a function whose module the ranks could not import travel with its module's code."""
-    module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    if module is None or module.__name__ == "__main__":
-        return
-    with contextlib.suppress(ImportError, ValueError, AttributeError):
-        spec = importlib.util.find_spec(module.__name__.partition(".")[0])
-        if spec is not None and "site-packages" not in (spec.origin or ""):
-            spec = importlib.util.find_spec(module.__name__)
-        if spec is not None and spec.origin == getattr(module, "__file__", None):
-            return
-    cloudpickle.register_pickle_by_value(module)
