@@ -204,12 +204,16 @@ class RankStep:
                 stage.forward = functools.partial(_inside, region, stage.forward)
         return mine
 
+    @property
+    def _reduced_in(self) -> torch.dtype | None:
+        """What gradients are reduced in, where it is another dtype than that of their weights."""
+        return torch.float32 if self.train.half and self.train.fp32_gradients else None
+
     def _shard(self, half: torch.dtype | None) -> None:
         """Level 3: each stage keeps its share of every layer."""
         train = self.train
-        wide = torch.float32 if train.fp32_gradients else None
         when: Any = dict(reshard=train.reshard, prefetch=train.prefetch)
-        how = when | dict(param_dtype=half, reduce_dtype=wide)
+        how = when | dict(param_dtype=half, reduce_dtype=self._reduced_in)
         for stage in self.stages:
             zero.shard(
                 stage, self.replicas, units=list(stage.get_submodule("blocks").children()), **how
@@ -229,9 +233,8 @@ class RankStep:
         kind, how = OPTIMIZERS[train.optimizer], STEPPING[train.stepping]
         make = functools.partial(kind, lr=train.lr, **how)
         if train.zero in (1, 2):
-            wide = torch.float32 if train.fp32_gradients else None
             sizes: Any = dict(level=train.zero, bucket_bytes=train.bucket_bytes)
-            return zero.Optimizer(named.items(), comm, make, reduce_dtype=wide, **sizes)
+            return zero.Optimizer(named.items(), comm, make, reduce_dtype=self._reduced_in, **sizes)
         optimizer = make(named.values())
         if train.zero == 0 and train.half:
             return precision.MasterWeights(optimizer, fp32_gradients=train.fp32_gradients)

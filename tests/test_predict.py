@@ -89,6 +89,37 @@ def test_so_it_does_of_plans_that_a_search_has_found(names, given):
     assert formula == dry
 
 
+# Plans in which many settings meet: any two that can stand in one plan do in one of these, mostly.
+MANY = [
+    (("ZeRO-2",), dict(fp32_gradients=True)),  # which only halves have
+    (("ZeRO-3",), dict(fp32_gradients="only")),
+    (("1F1B", "tied", "bf16"), dict(fp32_gradients=True)),
+    (("1F1B", "ZeRO-1", "tied", "bf16"), dict(fp32_gradients="only")),
+    (("1F1B", "ZeRO-2", "tied"), dict(precision="fp16", optimizer="adamw", num_layers=3)),
+    (("ep", "autocast", "NF4"), dict(bias=True)),
+    (("1F1B", "ring", "tp + sp", "selective", "tied", "FP8"), dict(bias="qkv", stepping="foreach")),
+    (("ZB-H1", "ZeRO-2", "tp + sp", "full"), dict(precision="fp16", frozen=("blocks.0.*",), dropout=0.1)),
+    (("interleaved", "Ulysses", "ep", "selective", "tied", "autocast"), dict(num_kv_heads=4, num_layers=4)),
+    (("ZB-V", "ring", "tp + sp", "ep", "selective", "autocast"), dict(layout="contiguous", num_kv_heads=1)),
+    (("ZeRO-1", "tp", "selective", "tied", "bf16"), dict(fp32_gradients="only", bucket_bytes=10**6)),
+    (("1F1B", "Ulysses", "ep", "NF4"), dict(precision="fp32", frozen=("blocks.0.*",), num_kv_heads=2)),
+    (("dp", "ring", "tp", "autocast"), dict(layout="contiguous", positions="rope", optimizer="adamw")),
+    (("1F1B", "ZeRO-1", "tp", "tied", "LoRA"), dict(precision="fp32", optimizer="adamw", dropout=0.1)),
+    (("dp", "ring", "tp + sp", "ep", "selective", "autocast", "LoRA"), dict(num_kv_heads=1, ffn="gelu")),
+    (("interleaved", "ZeRO-3", "selective", "bf16"), dict(fp32_gradients="only", vocab_size=25)),
+    (("1F1B", "NF4"), dict(precision="fp32", optimizer="sgd", stepping="foreach", dropout=0.1)),
+    (("1F1B", "ZeRO-1", "Ulysses", "tp", "full", "tied"), dict(bucket_bytes=1, precision="fp16")),
+    (("interleaved", "ZeRO-2", "tp", "full", "LoRA"), dict(precision="bf16", positions="learned")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names, given", MANY, ids=[" × ".join(names) for names, _ in MANY])
+def test_so_it_does_where_many_settings_meet(names, given):
+    plan = case(names, **({"frozen": ()} | given))
+    for rank in {0, plan.mesh.size - 1}:
+        assert rehearsed(plan.model, plan.train, plan.mesh, rank) == (0, 0)
+
+
 def test_a_rank_of_llama_405b():
     """2n, 4n and 12n/128 bytes of states with fp32 gradients at level 1; what its ranks send."""
     mesh = Mesh(pp=16, dp=128, tp=8)

@@ -138,7 +138,7 @@ class Nf4Linear(nn.Module):
 
     def forward(self, x: Float[Tensor, "... in"]) -> Float[Tensor, "... out"]:
         y = _FrozenProduct.apply(x, self)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class _FrozenProduct(torch.autograd.Function):
