@@ -107,7 +107,7 @@ def to_hf(folder: str | os.PathLike, model: ModelConfig, weights: Weights) -> No
         if not (model.tied and name == "head.weight"):
             found.setdefault(theirs, []).append(own[name].T if turned else own[name])
     (to := Path(folder)).mkdir(parents=True, exist_ok=True)
-    joined = {name: torch.cat(parts, -1).contiguous() for name, parts in found.items()}
+    joined = {name: torch.cat(parts, -1) for name, parts in found.items()}
     save_file(joined, to / "model.safetensors", {"format": "pt"})
     (to / "config.json").write_text(json.dumps(config(model), indent=1), encoding="utf-8")
 

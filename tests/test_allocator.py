@@ -139,6 +139,19 @@ def test_expandable_segments_grow_by_pages_and_give_pages_back():
     assert len(gpu.segments) == 2
 
 
+def test_pages_are_given_back_wherever_the_addresses_of_a_pool_begin():
+    gpu = Allocator(200 * MIB, expandable_segments=True)
+    gpu.alloc(1)  # the other pool comes first
+    low, middle, _ = (gpu.alloc(size * MIB) for size in (5, 60, 5))
+    gpu.free(middle)  # from 5 to 65 MiB: the pages from 20 to 60 are free from end to end
+    gpu.empty_cache()
+    assert low > 0 and gpu.reserved == (2 + 80 - 40) * MIB
+    assert [(state, size // MIB) for state, size in sizes(gpu)[1][:5]] == [
+        ("used", 5), ("free", 15), ("unmapped", 40), ("free", 5), ("used", 5)
+    ]  # fmt: skip
+    assert gpu.alloc(15 * MIB) == middle
+
+
 def test_of_equal_blocks_the_first_is_taken():
     gpu = Allocator(200 * MIB, expandable_segments=True)
     pages = [gpu.alloc(20 * MIB) for _ in range(4)]

@@ -190,6 +190,28 @@ def test_shapes_views_out_and_autograd(algorithm):
         assert scalar.shape == () and scalar == 3 and not summed.requires_grad
 
 
+STRIDED = {
+    "all_reduce": {}, "reduce_scatter": {}, "all_gather": {}, "broadcast": dict(src=1),
+    "scatter": dict(src=1), "gather": dict(dst=1), "reduce": dict(dst=1), "all_to_all": {},
+    "reduce_star": dict(dst=1), "shift": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name, ends", STRIDED.items(), ids=STRIDED)
+def test_what_is_not_contiguous_is_sent_as_what_is(name, ends, n):
+    def program(rank):
+        comm = rank.comm("dp")
+        x = own(rank.rank, 24).view(4, 6).T  # 6 × 4
+        given = (x, x.contiguous())
+        run = getattr(comm, name, None) or functools.partial(getattr(collectives, name), comm=comm)
+        return [run(each, **ends) for each in given]
+
+    for strided, plain in ranks(n).run(program):
+        assert (plain is None) == (strided is None)
+        assert plain is None or torch.equal(strided, plain)
+
+
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_reduce_scatter_and_all_gather_work_in_place(n):
     def program(rank):

@@ -372,6 +372,19 @@ def test_a_gradient_that_comes_twice_in_a_backward_pass():
         assert two.ledger.only(name="all_reduce").total == 2 * 2 * 16
 
 
+def test_weights_that_lie_transposed_are_rank_0s_too(four):
+    def program(rank):
+        layer = nn.Linear(4, 6, dtype=torch.float64)
+        layer.weight.data = torch.arange(24.0, dtype=torch.float64).view(4, 6).T + rank.rank
+        replica = data_parallel.replicate(layer, rank.comm("dp"))
+        replica(torch.ones(1, 4, dtype=torch.float64) * rank.rank).sum().backward()
+        return layer.weight.detach().clone(), layer.weight.grad.clone()
+
+    for weight, grad in four.run(program):
+        assert torch.equal(weight, torch.arange(24.0, dtype=torch.float64).view(4, 6).T)
+        assert torch.equal(grad, torch.full_like(grad, 1.5))
+
+
 def test_buffers_are_rank_0s_at_the_start(four):
     def run(rank):
         net = nn.BatchNorm1d(4)

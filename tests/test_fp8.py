@@ -272,6 +272,10 @@ def test_bytes_per_parameter_are_those_of_the_table():
     assert found == [20, 16, 16, 9, 15, 10, 10]
     with pytest.raises(ValueError, match="no format for exp_avg called 'fp4': there are fp32"):
         StateFormats("fp8", "fp8", "fp4", "fp8")
+    for i, field in enumerate(("weights", "gradients", "exp_avg", "exp_avg_sq")):
+        with pytest.raises(ValueError, match=f"no format for {field} called ''"):
+            StateFormats(*("fp8",) * i, "", *("fp8",) * (3 - i))
+    assert StateFormats("bf16", "bf16", "fp32", "fp32", master="", summed="").master == ""
 
 
 def stepped(_, x, kept, steps=2):

@@ -255,6 +255,13 @@ def test_a_tied_head_is_the_embedding_and_collects_both_gradients():
     )
 
 
+@pytest.mark.parametrize("options", [{}, LLAMA, dict(num_experts=3, top_k=2)])
+def test_what_a_model_saves_is_its_weights(options):
+    """Tables of RoPE follow from the config; they would be missing in a file of another's."""
+    gpt = GPT(ModelConfig(**TINY | options))
+    assert gpt.state_dict().keys() == dict(gpt.named_parameters(remove_duplicate=False)).keys()
+
+
 def test_initialization_is_gpt2s():
     cfg = ModelConfig(
         num_layers=8, d_model=128, num_heads=4, d_ff=512, vocab_size=500, seq_len=64, num_experts=2

@@ -46,6 +46,8 @@ def test_a_change_is_legal_and_one_at_a_time():
     near = list(climb.changes(asked, start))
     assert not [p for p in near if plans.illegal(asked, p) or p == start]
     assert {p.ep for p in near} == {1, 2, 4} and {p.recompute for p in near} == {0, 1, 2}
+    assert {p.ep for p in climb.changes(asked, replace(start, ep=1))} == {1, 2}
+    assert {p.ep for p in climb.changes(asked, replace(start, ep=8))} == {4, 8}
     for plan in near:  # half of one axis to another, or one thing beside the mesh
         moved = [
             axis for axis in ("dp", "tp", "cp", "pp") if getattr(plan, axis) != getattr(start, axis)

@@ -42,6 +42,22 @@ def test_every_way_to_gather(options):
     assert_books(results, ranks(3).ledger, TIED, 3, **options)
 
 
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_weights_that_lie_transposed(level):
+    def program(rank):
+        layer = torch.nn.Linear(3, 5, dtype=torch.float64)
+        layer.weight.data = torch.arange(15.0, dtype=torch.float64).view(3, 5).T
+        layer.bias.data.zero_()
+        make = functools.partial(torch.optim.SGD, lr=0.5)
+        optimizer = own(layer, rank.comm("dp"), level, make)
+        layer(torch.full((1, 3), 2.0 * rank.rank, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        return weights(layer, optimizer)["weight"]
+
+    whole = torch.arange(15.0, dtype=torch.float64).view(3, 5).T - 0.5
+    assert all(torch.equal(found, whole) for found in ranks(2).run(program))
+
+
 def test_a_model_that_is_one_unit():
     assert_equal(ranks(3).run(train, TIED, 3, units=[]), TIED)
 

@@ -237,7 +237,7 @@ def _broadcast(module: nn.Module, comm: Comm) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         value = tensor.detach()
         try:
-            value.copy_(comm.broadcast(value.contiguous()))
+            value.copy_(comm.broadcast(value))
         except MismatchError as error:
             remedy = "build the same module everywhere"
             raise MismatchError(f"{name!r} is not alike on all ranks: {remedy}\n{error}") from None
