@@ -65,8 +65,9 @@ class RouterRun:
 
     asked: visits that the first layer's experts were asked for
     dropped: the share of them that found no room
-    losses: without the balance loss
-    words, chosen: of the last step, the words and the experts that each of them visits
+    losses: the model's own, without what is added for the router
+    words, chosen, logits: of the last step, the words, the experts that each of them visits, and
+        the router's logits
     """
 
     asked: Int[Tensor, "steps E"]
@@ -74,6 +75,7 @@ class RouterRun:
     losses: Float[Tensor, " steps"]
     words: Int[Tensor, "b s"]
     chosen: Int[Tensor, "T k"]
+    logits: Float[Tensor, "T E"]
 
     @property
     def busiest(self) -> list[float]:
@@ -94,8 +96,10 @@ def train_router(
     *,
     skewed: bool = True,
     alpha: float = 0.0,
+    z_loss: float = 0.0,
     rate: float | None = None,
     factor: float | None = None,
+    lr: float = LR,
     steps: int = 40,
 ) -> RouterRun:
     """What becomes of a `_MODEL` on eight sequences a step of a language.
@@ -103,21 +107,26 @@ def train_router(
     In float64, so that rounding, which differs between machines, decides no choice.
 
     alpha: of the balance loss
+    z_loss: what the squared log of the sum of exponentials is weighted with
     rate: γ of a bias, with sigmoid scores; without it scores are a softmax, and there is none
     factor: c of the room that an expert has; without it no visit is dropped
     """
     model = GPT(_MODEL, generator=torch.Generator().manual_seed(seed)).double()
     how: dict[str, Any] = {} if rate is None else dict(score="sigmoid", biased=True)
     expert_parallel.spread_experts(model, rank.comm("ep"), capacity_factor=factor, **how)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     said = language(_MODEL.vocab_size, _MODEL.seq_len + 1, seed, skewed=skewed)
     layer = model.blocks[0].feed_forward
     assert isinstance(layer, expert_parallel.ExpertParallel)
+    made: list[Tensor] = []
+    layer.router.register_forward_hook(lambda _, tokens, logits: made.append(logits))
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(steps):
         words = said(_BATCH)
         loss = model.loss(words[:, :-1], words[:, 1:])
-        (loss + alpha * expert_parallel.auxiliary_loss(model)).backward()
+        logits = made.pop()
+        pull = z_loss * logits.logsumexp(-1).square().mean()
+        (loss + alpha * expert_parallel.auxiliary_loss(model) + pull).backward()
         optimizer.step()
         optimizer.zero_grad()
         if rate is not None:
@@ -128,7 +137,7 @@ def train_router(
         seen.append((routing.load, lost, loss.detach()))
         chosen = routing.chosen
     asked, dropped, losses = map(torch.stack, zip(*seen, strict=True))
-    return RouterRun(asked, dropped, losses, words[:, :-1], chosen)
+    return RouterRun(asked, dropped, losses, words[:, :-1], chosen, logits.detach())
 
 
 def summary(run: RouterRun) -> dict[str, list]:
