@@ -3,7 +3,7 @@
 #
 # **A sequence of 131,072 tokens does not fit on one device. Ranks can share out its tokens, but in attention every token meets all that came before it. How do they meet without being in one place?**
 #
-# *85 min, and 35 further · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
+# *85 min, and 40 further · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -169,7 +169,7 @@ predict("imbalance/last-rank", times=1.5)
 #
 # $$ \frac{N - \frac12}{N/2} \;=\; \frac{2N-1}{N} $$
 #
-# times the average, which nears 2: half of all devices' time is waiting. The *zig-zag* cuts 2N chunks, and gives rank i the chunks i and 2N − 1 − i, an early one and a
+# times the average, which nears 2: half of all devices' time in attention is waiting. The *zig-zag* cuts 2N chunks, and gives rank i the chunks i and 2N − 1 − i, an early one and a
 # late one (Llama 3 cuts so, and Striped Attention balanced a ring before):
 
 # %%
@@ -196,8 +196,8 @@ zigzag = both["zigzag"]
 plots.key_ring(zigzag.grid())
 
 # %% [markdown]
-# What does that make of the time? The attention of one layer of Llama-3.1-8B, forward, on H100s whose attention reaches 49 % of the peak (assumed, in proportion to lab 09's products), each in a node of its own, with 40 GB/s to the next one. A
-# number is the rank whose keys are met.
+# What does that make of the time? The attention of one layer of Llama-3.1-8B, forward, on H100s whose attention reaches 49 % of the peak (assumed, in proportion to lab 09's products), each in a node of its own, with 40 GB/s to the next one. The
+# number in a bar is the rank whose keys are met.
 
 # %%
 h100 = Hardware.named("H100")
@@ -499,9 +499,9 @@ predict("ring/over-ulysses", times=1)
 
 
 # %%
-def by_attention(way, n, model=llama):
+def by_attention(way, n, model=llama, tp=1):
     train = dataclasses.replace(bf16, attention=way)
-    return formulas.sent(model, train, Mesh(cp=n)).only(axis="cp")
+    return formulas.sent(model, train, Mesh(cp=n, tp=tp)).only(axis="cp")
 
 
 def forward_bytes(way, n):
@@ -534,66 +534,95 @@ reveal("ring/over-ulysses", times=ratio[8])
 # %% [markdown]
 # On four ranks the ring sends less forward, and 1.6 times as much in the whole step. Ulysses computes with one kernel over the whole sequence. But attention waits for the exchange, and there are no more ranks than heads.
 #
-# **Or gather all keys.** A third way sends forward what the ring sends, in one all-gather before attention. The backward pass gathers them again, unless they were kept, and ends with a reduce-scatter of their gradients. Nothing overlaps, and a rank holds all keys and values of one layer. Llama 3 was trained like that: 131,072 tokens on 16 ranks (Llama 3 405B; section 3.3.2
-# of its report), because document masks are simple when all keys are there, and because with grouped queries the keys are small. Would you? Llama-3.1-405B, one layer, forward, on 16 ranks with 40 GB/s each:
+# **Or gather all keys.** A third way sends forward what the ring sends, in one all-gather before attention. The backward pass gathers them again, unless they were kept, and ends with a reduce-scatter of their gradients. Nothing overlaps, and a rank holds all keys and values of one layer. Llama 3 405B was trained like that: 131,072 tokens on 16 ranks, times eight of tensor parallelism (section 3.3.2
+# of its report), because document masks are simple when all keys are there, and because with grouped queries the keys are small. Would you?
+#
+# > Llama-3.1-405B has 128 query heads and 8 key–value heads. Without tensor parallelism a ring of 16 ranks sends 1.8 times the bytes of Ulysses in a training step, by the formulas above. How many times, if eight ranks of `tp` share out the heads first (lab 10)?
+
+# %%
+predict("llama-405b/ring-over-ulysses", times=1.8)
+
+# %% [markdown]
+# A step of one layer, forward and backward, per rank, with 40 GB/s each. A hop of the ring backward carries keys and the fp32 sums of their gradients. The last hop, of sums alone, has nothing to hide behind; do the others hide?
 
 # %%
 big = dataclasses.replace(ModelConfig.named("llama-3.1-405b"), seq_len=131_072)
-alone = context_parallel.layout(big.seq_len, 16).work(0) * 4 * big.d_model / rate
-link, keys = links["between nodes"], 2 * 2 * big.seq_len * big.num_kv_heads * big.d_head
-heads = by_attention("ulysses", 16, big).only(name="all_to_all forward").total
-heads /= big.num_layers
-ring = context_parallel.ring_timeline(big, 16, flops=rate, link=link)
-gather = keys * 15 / 16 / link.bandwidth
-print("way          sends      waits  of computing  keys held")
-for way, nbytes, waits, held in (
-    ("ring", keys * 15 / 16, ring.exposed, 2 * keys / 16),
-    ("all-gather", keys * 15 / 16, gather, keys),
-    ("Ulysses", heads, heads / link.bandwidth, keys / 8),
-):
-    print(f"{way:10} {units.text(nbytes):>8} {1e3 * waits:7.2f} ms", end="")
-    print(f" {waits / alone:12.1%} {units.text(held):>10}")
+pairs, bw = context_parallel.layout(big.seq_len, 16).work(0), h100.network.bandwidth
+attend = 3.5 * pairs * 4 * big.d_model / rate  # forward, and 2.5 times as much backward
+one_head = 2 * 2 * big.seq_len * big.d_head  # keys and values of all tokens, in bf16
+carries, during = 3 * 8 * one_head / 16 / bw, attend * 2.5 / 3.5 / 16
+print(f"a hop backward: {1e3 * carries:.1f} ms, behind {1e3 * during:.1f} ms")
 
 # %% [markdown]
-# With 8,192 tokens per rank the ring hides all that it sends. The all-gather costs about a sixth of attention's computing, and half a gigabyte that is needed once, since the next layer gathers its own. (Tensor parallelism over eight ranks divides all three by eight.) For that price any mask is simple.
-#
-# That was the forward pass. Backward, attention computes 2.5 times as much; the keys are gathered once more, and their gradients scattered, in fp32 twice the bytes. A hop of the ring carries keys and sums, and the last one, of sums alone, has nothing to hide behind:
+# They do. So the ring waits for its last hop, and the other two wait for all that they send. In this table "of attention" is that wait over attention's computing, "of all" over all that a rank computes for a layer, and "holds" is what a rank has of keys, values and their gradients at its fullest moment, in the backward pass:
+
 
 # %%
-both_ways = 3.5 * alone
-carries, during = 3 * keys / 16 / link.bandwidth, 2.5 * alone / 16
-print(f"a hop backward: {1e3 * carries:.1f} ms, behind {1e3 * during:.1f} ms")
-print("whole step    sends       waits  of computing")
-for way, nbytes, waits in (
-    ("ring", by_attention("ring", 16, big).total, 2 * keys / 16 / link.bandwidth),
-    ("all-gather", big.num_layers * 4 * keys * 15 / 16, 4 * gather),
-    ("Ulysses", by_attention("ulysses", 16, big).total, 2 * heads / link.bandwidth),
-):
-    print(f"{way:10} {units.text(nbytes / big.num_layers):>8}", end="")
-    print(f" {1e3 * waits:8.2f} ms {waits / both_ways:12.1%}")
+def three_ways(tp):
+    """What each way sends, waits for and holds; and what a rank computes for a layer."""
+    keys = 8 / tp * one_head
+    spent = formulas.time(big, bf16, Mesh(cp=16, tp=tp), device=h100).spent(0)
+    ring, heads = (by_attention(way, 16, big, tp) for way in ("ring", "ulysses"))
+    ring, heads = ring.total / big.num_layers, heads.total / big.num_layers
+    rows = {  # a gather, another backward, and fp32 gradients, which are twice as wide
+        "ring": (ring, 2 * keys / 16 / bw, 2 * 3 * keys / 16),
+        "all-gather": (4 * keys * 15 / 16, 4 * keys * 15 / 16 / bw, 3 * keys),
+        "Ulysses": (heads, heads / bw, 2 * one_head),
+    }
+    return rows, (spent["forward"] + spent["backward"]) / big.num_layers
+
+
+for tp in (1, 8):
+    rows, computes = three_ways(tp)
+    print(f"tp = {tp}         sends     waits   of attention   of all     holds")
+    for way, (nbytes, waits, held) in rows.items():
+        print(f"  {way:10} {units.text(nbytes):>8} {1e3 * waits:6.2f} ms", end="")
+        print(f" {waits / attend * tp:13.1%} {waits / computes:9.1%}", end="")
+        print(f" {units.text(held):>9}")
+
+# %%
+reveal("llama-405b/ring-over-ulysses", times=round(rows["ring"][0] / rows["Ulysses"][0], 2))
 
 # %% [markdown]
-# Over a step the all-gather sends as much as the ring, and 1.8 times what Ulysses sends. The all-gather's share grows with fewer
-# tokens per rank, while the ring hides its messages down to 1,528 of them, and with longer sequences it holds more keys.
+# With eight ranks of tensor parallelism all three send the same. A ring and an all-gather send keys, of which a rank has one head in place of eight. Ulysses gains less: 16 ranks need 16 key–value heads, and each copies its only one 16 times.
+#
+# So the choice is between a wait of 20 % of attention's computing, which is a tenth of all that a layer computes, and a ring that has next to none. (What the ring pays is not counted here: 16 small products in place of one large, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks that stay simple. With fewer tokens per rank the share of the all-gather grows, while
+# the ring hides down to 1,528 tokens forward and 1.2 times as many backward; with longer sequences an all-gather holds more.
 #   <!-- claim: (lambda h: round(context_parallel.least_tokens(h.rate("attention"), h.network.bandwidth, groups=8 / 128)))(config.Hardware.named("H100")) == 1528 -->
 #
-# **Document masks.** Packed sequences attend within their own document. Is the zig-zag still fair? The busiest of four ranks over the mean, for one document, and for a long one behind 0 to 32 of 32 short ones:
+# `predict.time` counts a step of any mesh as if nothing overlapped, as the all-gather does (lab 10). Are these its seconds? One layer, without the latency of 5 µs per message:
+
+# %%
+no_latency = dataclasses.replace(h100, network=Link(0, bw))
+exposed = formulas.time(big, bf16, Mesh(cp=16, tp=8), device=no_latency).spent(0)["cp"]
+waits = rows["all-gather"][1]
+print(f"{1e3 * exposed / big.num_layers:.2f} ms, and in the table {1e3 * waits:.2f} ms")
+
+# %% [markdown]
+# **Document masks.** Packed sequences attend within their own document. Is the zig-zag still fair? The busiest of four ranks over the mean, for one document, and for a long one behind 0 to 32 of 32 short ones. First with one cut through them all, then with each document cut by itself:
 
 
 # %%
-def busiest(lengths, n=4):
+def busiest(lengths, apart=False, n=4):
+    """The work of the busiest rank over the mean."""
     whole = context_parallel.layout(sum(lengths), n)
     seen = torch.cat([torch.arange(1, length + 1) for length in lengths])
     work = [seen[list(whole.positions(rank))].sum().item() for rank in range(n)]
+    if apart:
+        cuts = [context_parallel.layout(length, n) for length in lengths]
+        work = [sum(cut.work(rank) for cut in cuts) for rank in range(n)]
     return round(max(work) * n / sum(work), 2)
 
 
 short = [2048] * 32
 before = {k: [*short[:k], 65_536, *short[k:]] for k in range(0, 33, 8)}
-busiest([131_072]), {k: busiest(each) for k, each in before.items()}
+print("one document:", busiest([131_072]))
+for k, lengths in before.items():
+    print(f"{k:2} before it: {busiest(lengths):.2f}, cut apart {busiest(lengths, True):.2f}")
 
 # %% [markdown]
-# No: the zig-zag balances one triangle. With a long document among short ones the busiest rank computes 1.7 to 2.9 times the mean, depending on where it stands. An all-gather lets each rank take any tokens, so cuts can follow the documents.
+# One zig-zag balances one triangle: with a long document among short ones the busiest rank computes 1.7 to 2.9 times the mean, depending on where it stands. Where each document has a zig-zag of its own, the work is even again, on a ring as well. Transformer Engine does so, and pads each document to a multiple of 2·cp (pull request 2129). What it costs
+# is that padding, and small tiles: a document of 2,048 tokens on 16 ranks is 32 chunks of 64.
 #
 # After three steps of training with Ulysses the weights equal those of one device, and every byte that a step sends is in the formula:
 
@@ -698,6 +727,8 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # > - Ulysses trades tokens for heads, and has no more ranks than heads. On 8 ranks of Llama-3.1-8B a ring sends 1.6 times as much forward and 3.2 times as much in a training step, but can hide it.
 # >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(name=name).total for way, name in (("ring", "ring forward"), ("ulysses", "all_to_all forward")))) == 1.6 -->
 # >   <!-- claim: round((lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(axis="cp").total for way in ("ring", "ulysses"))), 1) == 3.2 -->
+# > - Tensor parallelism shares out the heads first, and takes from Ulysses what it gains: with Llama-3.1-405B's 16 ranks of cp times 8 of tp, ring, Ulysses and an all-gather of keys send the same in a step.
+# >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-405b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=16, tp=8)).only(axis="cp").total for way in ("ring", "ulysses"))) == 1 -->
 #
 # Next: [lab 12](12_expert_parallel.ipynb) shares out the experts of a layer.
 
@@ -709,4 +740,4 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # - W. Brandon et al., *Striped attention: faster ring attention for causal transformers*, arXiv:2311.09431 (2023): the first balanced ring.
 # - Llama team, *The Llama 3 herd of models*, arXiv:2407.21783 (2024): section 3.3.2, an all-gather of keys over 16 ranks; 2·CP chunks, as here.
 # - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): context parallelism and the zig-zag.
-# - PyTorch 2.13, `torch.distributed.tensor.experimental`, source of its ring attention; Megatron-LM, argument list; as of 2025; torchtitan 0.2.2, `torchtitan/config/job_config.py`.
+# - PyTorch 2.13, `torch.distributed.tensor.experimental`, source of its ring attention; Megatron-LM, argument list; as of 2025; torchtitan 0.2.2, `torchtitan/config/job_config.py`; Transformer Engine, pull request 2129 (2025).
