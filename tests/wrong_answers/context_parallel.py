@@ -94,6 +94,15 @@ def _own_keys(q, k, v, whole, comm, attend):
     return out, lse
 
 
+def _single(q, k, v, whole, comm, attend):
+    """Keys and values travel in fp32."""
+
+    def wider(q, k, v, offset):
+        return attend(q, k.double(), v.double(), offset)
+
+    return context_parallel.ring(q, k.float(), v.float(), whole, comm, wider)
+
+
 def _gathered(q, k, v, whole, comm, attend):
     everything = comm.all_gather(torch.stack([k, v])[None])
     out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -torch.inf)
@@ -322,6 +331,7 @@ WRONG = {
             "contiguous",
             "units of its own",
         ),
+        Wrong("keys in fp32", _single, "contiguous", "but for rounding"),
         Wrong("own keys only", _own_keys, "contiguous", "every tile"),
         Wrong(
             "the mask of the own tile on all",

@@ -101,9 +101,10 @@ def _attends(attempt: Callable, kind: str) -> str:
             if _near(torch.as_tensor(seen.out[rank]), mine):
                 continue
             apart = (torch.as_tensor(seen.out[rank]).double() - mine).abs().max().item()
+            rounded = "Right but for rounding: keep q, k, v, outputs and lse in the dtype of q."
             raise Failed(
                 f"{seen.case}: outputs of rank {rank} are off by {apart:.2g}",
-                _why_wrong(seen, rank),
+                rounded if apart < 1e-2 else _why_wrong(seen, rank),
             )
         for rank in range(n):
             if not _near(torch.as_tensor(seen.lse[rank]), seen.whole.split(lse, rank, 2)):
@@ -452,9 +453,10 @@ def _positions(attempt: Callable) -> str:
         if not any(_near(joined, right) for joined in logits.values()):
             raise Failed(
                 f"3 ranks, {batch[0].shape[1]} tokens: who sees whom is right, the numbers are not",
-                "On every rank RoPE counts its tokens from 0, as if they began the sequence. Each "
-                "needs its own position: rows of the tables rotary.cos and rotary.sin. (Take them "
-                "from the whole tables each time, not from what the pass before left.)",
+                "RoPE turns tokens by other positions than theirs, as on a rank that counts its "
+                "tokens from 0, or on from the first of them. Each needs its own position: rows "
+                "whole.positions(rank) of the tables rotary.cos and rotary.sin. (Take them from "
+                "the whole tables each time, not from what the pass before left.)",
             )
     return "3 ranks, long and short sequences in turn"
 
