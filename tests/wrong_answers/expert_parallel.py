@@ -118,6 +118,8 @@ def _travel(x, chosen, weights, experts, comm, slip=""):
         return rows.view(T, k, -1).sum(1)
     if slip == "half lost":
         rows, token = rows[: len(rows) // 2], token[: len(token) // 2]
+    if slip == "a mean":
+        rows = rows / k
     return out.index_add(0, token, rows)
 
 
@@ -330,6 +332,7 @@ WRONG = {
         ),
     ),
     "expert_parallel/travel": (
+        Wrong("a mean of visits", _trip("a mean"), "one rank", "without a mean over k"),
         Wrong(
             "no room for experts at the end",
             _hand(E=0),

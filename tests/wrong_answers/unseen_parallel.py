@@ -495,7 +495,7 @@ _ALL = {
         ("sorted by rank alone", partial(moe, by_rank=True), "one rank", "by expert"),
         ("receives what it sends", partial(moe, sent_back=True),
          "every token in its place", "another expects"),
-        ("on top of the tokens", partial(moe, residual=True), "one rank", "Results meet"),
+        ("on top of the tokens", partial(moe, residual=True), "one rank", "themselves on top"),
         ("unweighted, again", partial(moe, weigh=False), "one rank", "without their weights"),
         ("weights divided again", _divided_again, "one expert each, and three", "as they are"),
     ],

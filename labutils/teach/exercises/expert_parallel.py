@@ -312,6 +312,13 @@ def _why(case: _Case, rank: int, out: Tensor) -> str:
             "Your code divides the weights by their sum. Whether they add up to 1 is the router's "
             "business (the Switch Transformer's do not): take them as they are."
         )
+    if _near(out - case.x[rank], right):
+        return (
+            "Your rows have the tokens themselves on top: begin with zeros, the residual is the "
+            "block's."
+        )
+    if _near(out * case.k, right):
+        return f"All rows are {case.k} times too small: weigh and add, without a mean over k."
     if _near(out, case.right(rank, weights=False)):
         return "The outputs are added up without their weights."
     if _near(out, case.right(rank, early=True)):
