@@ -559,7 +559,7 @@ print(f"a hop backward: {1e3 * carries:.1f} ms, behind {1e3 * during:.1f} ms")
 
 # %%
 def three_ways(tp):
-    """What each way sends, waits for and holds; and what a rank computes for a layer."""
+    """What each way sends, waits for and holds; what a rank computes for a layer."""
     keys = 8 / tp * one_head
     spent = formulas.time(big, bf16, Mesh(cp=16, tp=tp), device=h100).spent(0)
     ring, heads = (by_attention(way, 16, big, tp) for way in ("ring", "ulysses"))
@@ -581,7 +581,8 @@ for tp in (1, 8):
         print(f" {units.text(held):>9}")
 
 # %%
-reveal("llama-405b/ring-over-ulysses", times=round(rows["ring"][0] / rows["Ulysses"][0], 2))
+(ring_sends, *_), (ulysses_sends, *_) = rows["ring"], rows["Ulysses"]
+reveal("llama-405b/ring-over-ulysses", times=round(ring_sends / ulysses_sends, 2))
 
 # %% [markdown]
 # With eight ranks of tensor parallelism all three send the same. A ring and an all-gather send keys, of which a rank has one head in place of eight. Ulysses gains less: 16 ranks need 16 key–value heads, and each copies its only one 16 times.
@@ -618,7 +619,8 @@ short = [2048] * 32
 before = {k: [*short[:k], 65_536, *short[k:]] for k in range(0, 33, 8)}
 print("one document:", busiest([131_072]))
 for k, lengths in before.items():
-    print(f"{k:2} before it: {busiest(lengths):.2f}, cut apart {busiest(lengths, True):.2f}")
+    together, apart = busiest(lengths), busiest(lengths, apart=True)
+    print(f"{k:2} before it: {together:.2f}, cut apart {apart:.2f}")
 
 # %% [markdown]
 # One zig-zag balances one triangle: with a long document among short ones the busiest rank computes 1.7 to 2.9 times the mean, depending on where it stands. Where each document has a zig-zag of its own, the work is even again, on a ring as well. Transformer Engine does so, and pads each document to a multiple of 2·cp (pull request 2129). What it costs

@@ -126,7 +126,7 @@ def train_router(
         loss = model.loss(words[:, :-1], words[:, 1:])
         logits = made.pop()
         pull = z_loss * logits.logsumexp(-1).square().mean()
-        (loss + alpha * expert_parallel.auxiliary_loss(model) + pull).backward()
+        ((loss + alpha * expert_parallel.auxiliary_loss(model)) + pull).backward()
         optimizer.step()
         optimizer.zero_grad()
         if rate is not None:
