@@ -562,16 +562,34 @@ def one_by_one(data, lr):
 
 # %%
 x, y = batches[0]
-for lr in (0.03, 0.1, 0.3, 0.6):
+
+
+def ends(lr):
+    """Losses at the end: stale, alone, and alone after 12 updates."""
     trained = world.run(dreaming, schedule.pipedream(4, 48), [(x, y)] * 48, lr)
     parts = [stage for stages, _ in trained for stage in stages]
     logits = functools.reduce(lambda out, stage: stage(out), parts, x)
     stale = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-    alone, flushed = (one_by_one([(x, y)] * n, lr).loss(x, y) for n in (48, 12))
+    return stale, *(one_by_one([(x, y)] * n, lr).loss(x, y) for n in (48, 12))
+
+
+for lr in (0.03, 0.1, 0.3, 0.6):
+    stale, alone, flushed = ends(lr)
     print(f"lr {lr:4}: {stale:.1f} stale, {alone:.1f} alone, {flushed:.1f} after 12")
 
 # %% [markdown]
-# At each of these rates gradients of weights that are up to three updates old learn less here *per micro-batch*: the best of the four runs ends near 2.7, where one device has come to about 1.7 (a model that guesses has 4.85; at the two larger rates a run hangs on the last digits, and differs between CPUs). *Per time* no order shows: after 12 updates without staleness the best loss is 3.3, and of two other seeds one is better stale and one is not. *PipeDream-2BW* updates once per p micro-batches, with gradients one update old on all
+# At each of these rates gradients of weights that are up to three updates old learn less here *per micro-batch*: the best of the four runs ends near 2.7, where one device has come to about 1.7 (a model that guesses has 4.85; at the two larger rates a run hangs on the last digits, and differs between CPUs). *Per time* no order shows: after 12 updates without staleness the best loss is 3.3, and of two other seeds one is better stale and one is not.
+#
+# At a still larger rate PipeDream's loss is nan. Is that staleness? The control, one device at the same rate, after 48 updates:
+
+# %%
+stale, alone, _ = ends(2.0)
+{"stale is nan": bool(stale.isnan()), "alone is above 1,000": bool(alone > 1000)}
+
+# %% [markdown]
+# It is not: without staleness the same rate diverges as well. A nan on a pipeline says nothing until one device has run at its rate.
+#
+# *PipeDream-2BW* updates once per p micro-batches, with gradients one update old on all
 # ranks. Versions of the weights that ranks hold:
 
 # %%
@@ -583,12 +601,11 @@ names = {"PipeDream": runs, "2BW": two}
 # %% [markdown]
 # ## Further: play with it
 #
-# Which order profits most from more micro-batches? Which one suffers from slow messages?
+# The message of a real model: choose its size, and the link between two stages. Where does a message cost 1F1B more than a tenth of its step, and does that fall with the size of the model? Which order profits most from more micro-batches?
 
 
 # %%
 orders = {
-    "naive": schedule.naive,
     "GPipe": schedule.gpipe,
     "1F1B": schedule.one_f_one_b,
     "eager 1F1B": schedule.eager_one_f_one_b,
@@ -596,15 +613,17 @@ orders = {
 }
 
 
-def view(order="1F1B", m=8, message=0):
-    """A step on four ranks; F takes 1, B 2, a message as long as you say."""
-    made = orders[order](4, m)
-    share = 4 / made.stages
-    wire = Link(latency=message, bandwidth=1e30)
-    return plots.gantt(simulate(made, Durations(share, share, share), wire))
+def view(model="llama-2-7b", GBps=50, order="1F1B", m=8):
+    """A step on four ranks, with 4,096 tokens per micro-batch, as above."""
+    sized, made = ModelConfig.named(model), orders[order](4, m)
+    forward = sized.flops_per_token() / 3 * 4096 / 4 / (0.4 * h100.flops["bf16"])
+    message = 2 * 4096 * sized.d_model / (GBps * 1e9)
+    each, wire = forward * 4 / made.stages, Link(latency=message, bandwidth=1e30)
+    return plots.gantt(simulate(made, Durations(each, each, each), wire), unit="s")
 
 
-explore(view, order=list(orders), m=[4, 8], message=[0, 0.02, 0.5, 1])
+sizes = ["qwen2-0.5b", "llama-2-7b", "llama-2-70b"]
+explore(view, states=48, model=sizes, GBps=[1, 50], order=list(orders), m=[4, 8])
 
 # %% [markdown]
 # ## In practice

@@ -413,7 +413,7 @@ for plan, layers in ((h2, (4, 4, 4, 0)), (zb_v, (0, *[2] * 6, 0))):
     print(f"{plan.name}: {said}; {held:.2f} GB")
 
 # %% [markdown]
-# In bytes the V holds less than half of ZB-H2. But its stages are half as long, and the head cannot be halved: each micro-batch waits for a stage of 4.5 among stages of 2, and most of the gain is lost. A V wants equal *stages*, and not equal ranks. In Llama-2-7B the head is as long as 0.6 of a block, and the condition is easy to meet.
+# In bytes the V holds less than half of ZB-H2. But its stages are half as long, and the head cannot be halved: each micro-batch waits for a stage of 4.5 among stages of 2, and most of the gain is lost in this order, which was made for equal stages. (No other cut of the twelve blocks makes its period shorter. An order that is planned with these times does, but only if a rank may hold more than p micro-batches, and it stays behind ZB-H2.) A V wants equal *stages*, and not equal ranks. In Llama-2-7B the head is as long as 0.6 of a block, and the condition is easy to meet.
 #
 # **One channel, two kinds of messages.** In a V rank 0 sends rank 1 the forwards of stage 0 *and* the backwards of stage 7. If each rank receives in the order in
 # which *it* needs them, what happens?
@@ -497,7 +497,7 @@ errors = [(grad - wanted[name]).abs().max().item() for name, grad in found]
 
 # %% [markdown]
 # Gradients are those of one device. With ZeRO, `zero.Optimizer(…, level=1)` takes the place of the average. `replicate` and `zero.shard` reduce after a backward pass; where W is
-# apart `run` refuses them, since half a backward pass has not all gradients. Of the bytes sent, the pipeline's are the fewest. (In a step of so few tokens: those of `dp` do not grow with them, the other two do.)
+# apart `run` refuses them, since half a backward pass has not all gradients. A gradient is whole after its stage's last W, which ZB-H1 runs last of all: an average over replicas then has no work of its rank left to hide behind. Of the bytes sent, the pipeline's are the fewest. (In a step of so few tokens: those of `dp` do not grow with them, the other two do.)
 
 # %%
 grid.ledger.by("axis")
@@ -577,7 +577,7 @@ for name, order in {"torch": schedule.read(theirs), "ours": zb_v}.items():
 # >   <!-- claim: [schedule.simulate(schedule.zb_h1(4, 8)).idle(0), max(schedule.zb_h1(4, 8).peak(r) for r in range(4))] == [3, 4] -->
 # > - ZB-H2 fills it all, if no barrier ends the step and F, B and W take equally long, and holds 2p − 1: a period of 24 for p = 4 and m = 8, and 7 held.
 # >   <!-- claim: [schedule.simulate(schedule.zb_h2(4, 8)).period, schedule.zb_h2(4, 8).peak(0)] == [24, 7] -->
-# > - A V of two chunks fills it in the memory of p micro-batches, if F, B and W take equally long on stages of one length. A head longer than a stage spoils it.
+# > - A V of two chunks fills it in the memory of p micro-batches, if F, B and W take equally long on stages of one length. A head longer than a stage spoils this order.
 # >   <!-- claim: [schedule.simulate(schedule.zb_v(4, 8)).period, schedule.zb_v(4, 8).peak(0)] == [48, 8] -->
 # > - In a V, forwards and backwards share a channel: receive in the sender's order.
 # > - Name the metric with every bubble: with or without a barrier, over ideal or over total.
