@@ -15,21 +15,22 @@ from labutils.config import Hardware, ModelConfig
 from labutils.planner import __main__ as command
 from labutils.planner import export, plans
 
-# Names in the frameworks' sources: torchtitan 0.2.2 torchtitan/config/job_config.py; Megatron-LM
-# core_v0.16.1 and core_v0.19.0; Accelerate 1.15.0 commands/launch.py.
+# Names that Megatron-LM's own parser takes, of core_v0.16.1 and of core_v0.19.0, with its checks of
+# all together (test_other_frameworks.py).
 MEGATRON = set(
     """tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size
     expert-model-parallel-size expert-tensor-parallel-size micro-batch-size global-batch-size
     seq-length bf16 accumulate-allreduce-grads-in-fp32 sequence-parallel use-distributed-optimizer
     use-megatron-fsdp data-parallel-sharding-strategy cp-comm-type pipeline-model-parallel-layout
-    recompute-granularity recompute-method recompute-num-layers""".split()
+    recompute-granularity recompute-method recompute-num-layers ckpt-format overlap-grad-reduce
+    overlap-param-gather""".split()
 )
 # Further options of torchtitan 0.2.2 that labs name.
 TORCHTITAN = {f"{part}.{name}" for part, names in export.TORCHTITAN_NAMES.items() for name in names}
 TORCHTITAN |= set(
     """profiling.enable_memory_snapshot training.enable_cpu_offload model.converters
     parallelism.disable_loss_parallel parallelism.enable_async_tensor_parallel
-    parallelism.context_parallel_rotate_method parallelism.expert_tensor_parallel_degree
+    parallelism.expert_tensor_parallel_degree
     quantize.linear.float8.recipe_name lr_scheduler.warmup_steps optimizer.lr""".split()
 )
 LABS = sorted((pathlib.Path(__file__).parents[1] / "notebooks/text").glob("*.py"))
@@ -40,7 +41,7 @@ JOB = planner.Job(
 PLANS = {
     "pipeline": planner.Plan(tp=2, pp=4, dp=8, micro_batches=64, schedule=2, chunks=2, zero=2),
     "1f1b": planner.Plan(tp=8, pp=2, cp=2, dp=2, micro_batches=256, zero=3, recompute=2),
-    "shards": planner.Plan(tp=4, dp=16, micro_batch=2, micro_batches=16, zero=3, recompute=1),
+    "shards": planner.Plan(tp=4, dp=16, micro_batch=2, micro_batches=16, zero=3),
     "level 1": planner.Plan(tp=4, cp=2, dp=8, micro_batches=64),
 }
 
@@ -84,7 +85,7 @@ def test_the_table_the_rows_and_the_reasons(capsys):
     slow = command.options().parse_args([*BASE.split(), "--between", "25GB/s"])
     assert command.asked(slow).cluster.between == 25e9
     status, out, _ = run(capsys, f"{BASE} --export megatron")
-    assert status == 0 and out.startswith("torchrun pretrain_gpt.py")
+    assert status == 0 and "torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py" in out
 
 
 def test_a_plan_is_written_in_words_and_read_again(capsys, tmp_path):
@@ -200,8 +201,9 @@ def test_torchtitans_toml_has_its_names_and_our_numbers(name):
             "tok_embeddings", *(f"layers.{i}" for i in range(32)), "norm", "output"
         ]  # fmt: skip
     recipe = {}
-    exec(export.export("torchtitan-recipe", JOB, plan), {"FullAC": str, "SelectiveAC": str}, recipe)
-    assert callable(recipe["planned"])
+    said = export.export("torchtitan-recipe", JOB, plan)
+    exec(said.partition("import FullAC")[2], recipe)
+    assert callable(recipe["planned"]) and ("FullAC.Config()" in said) == (plan.recompute == 2)
 
 
 @pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.stem)
@@ -235,7 +237,11 @@ def test_megatrons_flags_are_its_names(name):
     for zero in range(4):
         found = export.megatron_values(JOB, replace(plan, zero=zero))
         assert ("use-distributed-optimizer" in found) == (zero in (1, 2, 3))
-        assert ("use-megatron-fsdp" in found) == (zero in (2, 3))
+        fsdp = {name: name in found for name in ("use-megatron-fsdp", "overlap-grad-reduce")}
+        assert set(fsdp.values()) == {zero in (2, 3)} == {found.get("ckpt-format") == "fsdp_dtensor"}
+        assert ("overlap-param-gather" in found) == (zero == 3)
+        said = export.export("megatron", JOB, replace(plan, zero=zero))
+        assert said.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun" if zero < 2 else "torchrun")
     assert ("sequence-parallel" in found) == (plan.tp in (2, 4, 8))
     assert found["micro-batch-size"] == plan.micro_batch
 
@@ -249,21 +255,37 @@ def test_words_follow_the_plan():
     deep = export.megatron_values(JOB, PLANS["pipeline"])
     assert deep["data-parallel-sharding-strategy"] == "optim_grads" and "cp-comm-type" not in deep
     whole = planner.Plan(dp=16, tp=2, cp=2, micro_batch=2, micro_batches=16, zero=0)
-    there = export.torchtitan_values(JOB, whole)
+    there = export.torchtitan_values(JOB, replace(whole, tp=1, cp=1))
     degrees = there["parallelism"]
     assert degrees["data_parallel_replicate_degree"] == 16
     assert degrees["data_parallel_shard_degree"] == 1
     assert there["training"]["local_batch_size"] == 2
     flags = export.accelerate_values(JOB, replace(whole, zero=2, tp=1))
     sizes = {name[19:]: n for name, n in flags.items() if name.startswith("parallelism_config")}
-    assert sizes == {"dp_replicate_size": 1, "dp_shard_size": 16, "tp_size": 1, "cp_size": 2}
+    ring = {"cp_size": 2, "cp_comm_strategy": "alltoall"}
+    assert sizes == {"dp_replicate_size": 1, "dp_shard_size": 16, "tp_size": 1} | ring
     assert flags["fsdp_reshard_after_forward"] == "false" and flags["num_processes"] == 32
+    few = replace(JOB, cluster=replace(JOB.cluster, nodes=2))
+    plain = export.export("megatron", few, planner.Plan(dp=16, micro_batches=32))
+    assert plain.startswith("torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py")
+    for cp, way, said in ((1, None, False), (2, "alltoall", True), (16, "alltoall", False)):
+        shards = planner.Plan(cp=cp, dp=64 // cp, micro_batches=8 * cp, zero=3)
+        there = export.torchtitan_values(JOB, shards)["parallelism"]
+        assert there.get("context_parallel_rotate_method") == way
+        ring = export.accelerate_values(JOB, shards).get("parallelism_config_cp_comm_strategy")
+        assert ring == way
+        assert ("was planned as Ulysses" in export.export("torchtitan", JOB, shards)) is said
+        assert "rotate_method" not in export.export("torchtitan-recipe", JOB, shards)
 
 
 def test_what_a_framework_has_not_is_refused():
     for name, plan, why in (
         ("torchtitan", PLANS["level 1"], "no level 1 of ZeRO: choose a plan of level 2"),
         ("torchtitan", replace(PLANS["pipeline"], schedule=3, chunks=1), "no zb_h1"),
+        ("torchtitan", replace(PLANS["1f1b"], zero=0), "beside tp, cp or pp torchtitan shards"),
+        ("torchtitan", planner.Plan(tp=8, zero=0, micro_batches=512), "or computes in fp32: choose"),
+        ("torchtitan", replace(PLANS["shards"], recompute=1), "does not recompute attention alone"),
+        ("accelerate", replace(PLANS["shards"], recompute=1), "FSDP2 does not recompute attention"),
         ("megatron", replace(PLANS["1f1b"], schedule=1), "no gpipe: choose one_f_one_b"),
         ("accelerate", PLANS["pipeline"], "no pp=4, ep=1"),
         ("accelerate", PLANS["level 1"], "no level 1"),

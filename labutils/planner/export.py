@@ -2,6 +2,8 @@
 
 torchtitan 0.2.2 reads TOML, 0.3.0 and later a Python function; Megatron-LM and Accelerate take
 flags. What a framework cannot do of a plan is refused, with what would.
+
+Source: what their own parsers and checks take (`tests/test_other_frameworks.py`).
 """
 
 from collections.abc import Callable
@@ -17,7 +19,7 @@ TORCHTITAN_NAMES = {
         "mixed_precision_reduce"),
     "parallelism": ("data_parallel_replicate_degree", "data_parallel_shard_degree",
         "fsdp_reshard_after_forward", "tensor_parallel_degree", "context_parallel_degree",
-        "pipeline_parallel_degree", "pipeline_parallel_schedule",
+        "context_parallel_rotate_method", "pipeline_parallel_degree", "pipeline_parallel_schedule",
         "pipeline_parallel_microbatch_size", "expert_parallel_degree",
         "module_fqns_per_model_part"),
     "activation_checkpoint": ("mode",),
@@ -27,10 +29,10 @@ _SCHEDULES = {"one_f_one_b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleav
 
 
 def torchtitan_values(job: Job, plan: Plan) -> dict[str, dict[str, Any]]:
-    """Values by section and name, as torchtitan 0.2.2 has them.
+    """Values by section and name, as torchtitan 0.2.2 has them. Its cp is a ring.
 
-    Raises ValueError: for ZB-H1, which it has not, and for level 0 or 1 of ZeRO over several ranks:
-        its replicas hold whole states, and its shards are levels 2 and 3.
+    Raises ValueError: for what it has not: ZB-H1, level 1 of ZeRO, level 0 beside another axis, and
+        recomputation of attention alone.
     """
     name = PLANNED[plan.schedule]
     if name not in _SCHEDULES:
@@ -38,6 +40,10 @@ def torchtitan_values(job: Job, plan: Plan) -> dict[str, dict[str, Any]]:
     if plan.zero == 1 and plan.replicas > 1:
         raise ValueError("torchtitan has no level 1 of ZeRO: choose a plan of level 2 or 3")
     replicated = plan.zero == 0
+    if replicated and plan.gpus > plan.dp:
+        said = "beside tp, cp or pp torchtitan shards weights, or computes in fp32"
+        raise ValueError(f"{said}: choose a plan of level 2 or 3 of ZeRO")
+    _refuse_selective(plan, "torchtitan")
     found: dict[str, dict[str, Any]] = {
         "training": {
             "local_batch_size": plan.micro_batch * (plan.micro_batches if plan.pp > 1 else 1),
@@ -57,6 +63,8 @@ def torchtitan_values(job: Job, plan: Plan) -> dict[str, dict[str, Any]]:
         },
         "activation_checkpoint": {"mode": RECOMPUTE[plan.recompute]},
     }
+    if plan.cp > 1:
+        found["parallelism"]["context_parallel_rotate_method"] = "alltoall"
     if plan.pp > 1:
         found["parallelism"] |= {
             "pipeline_parallel_schedule": _SCHEDULES[name],
@@ -64,6 +72,12 @@ def torchtitan_values(job: Job, plan: Plan) -> dict[str, dict[str, Any]]:
             "module_fqns_per_model_part": _modules(job.model, plan),
         }
     return found
+
+
+def _refuse_selective(plan: Plan, who: str) -> None:
+    if RECOMPUTE[plan.recompute] == "selective":
+        said = f"{who} does not recompute attention alone"
+        raise ValueError(f"{said}: choose a plan with recompute none or full")
 
 
 def _cut(model: ModelConfig, plan: Plan) -> tuple[int, ...]:
@@ -93,6 +107,8 @@ def _toml(value: Any) -> str:
 def torchtitan(job: Job, plan: Plan) -> str:
     """The TOML of torchtitan 0.2.2: the sections that a plan decides."""
     lines = [f"# torchtitan {TORCHTITAN}; with pp, local_batch_size is of all micro-batches"]
+    if plan.cp > 1 and ulysses(job.model, plan):
+        lines.append("# cp was planned as Ulysses, and is a ring here: its seconds differ")
     for section, values in torchtitan_values(job, plan).items():
         lines += ["", f"[{section}]", *(f"{name} = {_toml(v)}" for name, v in values.items())]
     return "\n".join(lines) + "\n"
@@ -102,10 +118,16 @@ def torchtitan_recipe(job: Job, plan: Plan) -> str:
     """A Python function for torchtitan 0.3.0 and later, which reads no TOML: the same names, less
     what went, and with sequence parallelism named."""
     values = torchtitan_values(job, plan)
+    values["parallelism"].pop("context_parallel_rotate_method", None)
     values["parallelism"]["enable_sequence_parallel"] = plan.tp > 1
-    kind = {"none": "None", "selective": "SelectiveAC()", "full": "FullAC()"}
-    again = kind[values.pop("activation_checkpoint")["mode"]]
-    lines = ["# torchtitan 0.3.0: give it the config of your model", "def planned(config):"]
+    again = {"none": "None", "full": "FullAC.Config()"}[values.pop("activation_checkpoint")["mode"]]
+    lines = [
+        "# torchtitan 0.3.0: give it the config of your model",
+        "from torchtitan.distributed.activation_checkpoint import FullAC",
+        "",
+        "",
+        "def planned(config):",
+    ]
     for section, named in values.items():
         lines += [f"    config.{section}.{name} = {value!r}" for name, value in named.items()]
     lines += [f"    config.activation_checkpoint = {again}", "    return config"]
@@ -140,7 +162,8 @@ def megatron_values(job: Job, plan: Plan) -> dict[str, Any]:
         del found["expert-model-parallel-size"], found["expert-tensor-parallel-size"]
     if plan.zero > 1:
         strategy = "optim_grads" if plan.zero == 2 else "optim_grads_params"
-        found["data-parallel-sharding-strategy"] = strategy
+        found |= {"data-parallel-sharding-strategy": strategy, "ckpt-format": "fsdp_dtensor"}
+        found |= {"overlap-grad-reduce": True, "overlap-param-gather": plan.zero == 3}
     if plan.cp > 1:
         found["cp-comm-type"] = "a2a" if ulysses(model, plan) else "p2p"
     if plan.pp > 1:
@@ -158,18 +181,25 @@ def megatron_values(job: Job, plan: Plan) -> dict[str, Any]:
 def megatron(job: Job, plan: Plan) -> str:
     """Flags of Megatron-LM for a shell; those of the model and the data are left to you."""
     flags = [_flag("--" + name, value) for name, value in megatron_values(job, plan).items()]
-    return " \\\n  ".join(["torchrun pretrain_gpt.py", *flags]) + "\n"
+    ranks = f"--nnodes {job.cluster.nodes} --nproc-per-node {job.cluster.gpus_per_node}"
+    # Its checks ask for this with tp or cp before Blackwell, and forbid it to its FSDP.
+    queues = "CUDA_DEVICE_MAX_CONNECTIONS=1 " * (plan.tp * plan.cp > 1 and plan.zero < 2)
+    begin = [f"{queues}torchrun {ranks} pretrain_gpt.py", '"${MODEL_AND_DATA[@]}"']
+    return " \\\n  ".join([*begin, *flags]) + "\n"
 
 
 def accelerate_values(job: Job, plan: Plan) -> dict[str, Any]:
-    """Flags of `accelerate launch` 1.15 with FSDP2.
+    """Flags of `accelerate launch` 1.15 with FSDP2. Its cp is a ring.
 
-    Raises ValueError: for pipelines and experts, which it has not, and levels 0 and 1 of ZeRO.
+    Raises ValueError: for pipelines and experts, which it has not, levels 0 and 1 of ZeRO, and
+        recomputation of attention alone.
     """
     if plan.pp > 1 or plan.ep > 1:
         raise ValueError(f"Accelerate's FSDP2 has no pp={plan.pp}, ep={plan.ep}: choose 1 of both")
     if plan.zero < 2 and plan.replicas > 1:
         raise ValueError(f"FSDP2 has no level {plan.zero} of ZeRO: choose a plan of level 2 or 3")
+    _refuse_selective(plan, "FSDP2")
+    ring = {"parallelism_config_cp_comm_strategy": "alltoall"} if plan.cp > 1 else {}
     return {
         "num_processes": plan.gpus,
         "num_machines": job.cluster.nodes,
@@ -183,6 +213,7 @@ def accelerate_values(job: Job, plan: Plan) -> dict[str, Any]:
         "parallelism_config_dp_shard_size": plan.dp,
         "parallelism_config_tp_size": plan.tp,
         "parallelism_config_cp_size": plan.cp,
+        **ring,
     }
 
 

@@ -574,7 +574,7 @@ explore(knobs, tp=[1, 2, 4, 8], cp=[1, 2, 4, 8], pp=[1, 8], zero=[1, 3])
 # %% [markdown]
 # ## In practice
 #
-# From a shell, with any `config.json`: `python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100`. Flags for Megatron-LM, torchtitan and Accelerate come with `--export`:
+# From a shell, with any `config.json`: `python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100`. Flags for Megatron-LM, torchtitan and Accelerate come with `--export`; those of the model and the data are yours:
 
 # %%
 print(export("megatron", llama, tied))
