@@ -289,7 +289,8 @@ def test_the_order_is_that_of_a_plain_sort():
         simple = axes + (p.schedule > 0) + (p.zero > 1) + (p.recompute > 0)
         return -int(10 * one.headroom / one.job.cluster.room), simple, one.seconds
 
-    fit = sorted((e for e in map(FOUND.__getitem__, range(len(FOUND))) if e.fits), key=lambda e: e.seconds)
+    fit = [e for e in map(FOUND.__getitem__, range(len(FOUND))) if e.fits]
+    fit.sort(key=lambda e: (e.seconds, e.peak))
     tied = [e for e in fit if e.seconds <= 1.03 * fit[0].seconds]
     keys = [key(e) for e in FOUND.best(len(tied))]
     assert keys == sorted(key(e) for e in tied) and len(set(keys)) > 1

@@ -169,7 +169,7 @@ def evaluate(
 def seconds_and_peaks(job: Job, p: Plan) -> tuple[Numbers, Numbers]:
     """Seconds of a step, and bytes of the fullest rank, of a plan or of a column of plans."""
     at = stages.places(job.model, p)
-    path = rates_.critical_path(job.model, p, job.rates, job.cluster, at)
+    path = rates_.critical_path(job.model, p, job.rates, job.cluster, at, job.stack)
     return path.total(job.rates), stages.bytes_of(job.model, p, job.stack, at).max(axis=0)
 
 
@@ -195,8 +195,9 @@ class Estimate:
     @functools.cached_property
     def parts(self) -> dict[str, float]:
         """Seconds of the step by what they are for."""
-        path = rates_.critical_path(self.job.model, self.plan, self.job.rates, self.job.cluster)
-        return {name: float(s) for name, s in path.parts(self.job.rates).items()}
+        job = self.job
+        path = rates_.critical_path(job.model, self.plan, job.rates, job.cluster, stack=job.stack)
+        return {name: float(s) for name, s in path.parts(job.rates).items()}
 
     @functools.cached_property
     def fullest(self) -> int:
@@ -378,11 +379,10 @@ def sensitivity(found: Found) -> dict[str, float]:
     p, changed = best.plan, {}
     for name in ("products", "attention", "memory", "link"):
         faster = replace(job.rates, **{name: 1.1 * getattr(job.rates, name)})
-        path = rates_.critical_path(job.model, p, faster, job.cluster)
-        changed[f"{name} + 10 %"] = 1 - float(path.total(faster)) / best.seconds
-    wider = replace(job.cluster, between=1.1 * job.cluster.between)
-    path = rates_.critical_path(job.model, p, job.rates, wider)
-    changed["links between nodes + 10 %"] = 1 - float(path.total(job.rates)) / best.seconds
+        seconds = estimate(replace(job, rates=faster), p).seconds
+        changed[f"{name} + 10 %"] = 1 - seconds / best.seconds
+    wider = replace(job, cluster=replace(job.cluster, between=1.1 * job.cluster.between))
+    changed["links between nodes + 10 %"] = 1 - estimate(wider, p).seconds / best.seconds
     roomy = found.peaks <= job.cluster.room + units.GB
     changed["1 GB more"] = float(1 - found.seconds[roomy].min() / best.seconds)
     more = search(replace(job, cluster=replace(job.cluster, nodes=job.cluster.nodes + 1)))

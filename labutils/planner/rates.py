@@ -11,14 +11,14 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from labutils.config import DATA, Hardware, ModelConfig
 from labutils.planner import stages, work
 from labutils.planner.cluster import Cluster
-from labutils.planner.work import LINKS, WORK, ZB_H1, Numbers, Plan
+from labutils.planner.work import GPIPE, LINKS, WORK, ZB_H1, Numbers, Plan
 
 NAMES = ("products", "attention", "memory", "link", "kernel")
 # What training reaches of a data sheet, and seconds of a kernel, before a run is seen; and how far
@@ -59,8 +59,10 @@ class Rates:
 
     def of_work(self, rows: np.ndarray) -> Numbers:
         """Seconds of rows of work [9, …], or of the first of them."""
-        flat = self.seconds[: len(rows)] @ rows.reshape(len(rows), -1)
-        return flat.reshape(rows.shape[1:])
+        each = self.seconds[: len(rows)]
+        if rows.ndim == 1:
+            return float(each @ rows)
+        return (each @ rows.reshape(len(rows), -1)).reshape(rows.shape[1:])
 
     @classmethod
     def assumed(cls, device: Hardware) -> "Rates":
@@ -179,43 +181,43 @@ def critical_path(
     rates: Rates,
     cluster: Cluster | None = None,
     at: stages.Place | None = None,
+    stack: str = "megatron",
 ) -> CriticalPath:
-    """The critical path of a plan, or of a column of plans: the slowest rank's micro-batches one
-    after another, and once the passes of all other ranks (of their v-th part, where a rank has v
-    chunks; of what is not a gradient of weights, in ZB-H1).
+    """The critical path of a plan, or of a column of plans, through the rank through which it is
+    longest: that rank's micro-batches one after another, its waits for those behind it, and a pass
+    of those before it.
 
     cluster: whose links between nodes slow what leaves a node; None: all is one node
+    at: `stages.places` of the plan, if they are known
+    stack: who recomputes: the course's code ends before the last product of a dense layer, or the
+        last message of attention
 
-    Invariant: the closed form of `predict.time` for 1F1B in equal stages, where neither kernels nor
-    what moves memory takes time.
+    Invariant: `predict.time` for 1F1B and any `work.stage_layers`, where neither kernels nor what
+    moves memory takes time. Chunks of unequal length wait for each other besides, 1 % in the mean.
     """
     at = at or stages.places(model, p)
     slow = work.zeros(p.tp) + 1
     if cluster is not None:
         for axis, times in cluster.slowness(p, work.ulysses(model, p)).items():
             slow[WORK.index(axis)] = times
-    passes = _passes(model, p, slow)
-    (plain, sparse), ends = passes["layers"], passes["ends"]
-    send = work.message(model, p) * slow
-    hidden = (p.chunks > 1) & p.modern  # chunks send while another computes
-    kinds = np.array([plain["both"], sparse["both"], *ends, send]).swapaxes(0, 1)  # [9, 5, plans]
-    sends = (2 * p.chunks - at.first - at.last) * (1 - hidden)
-    counts = np.array([at.plain, at.sparse, at.first, at.last, sends]).swapaxes(0, 1)
-    slowest = (counts * rates.of_work(kinds)).sum(axis=1).argmax(axis=0)  # of [ranks, 5, plans]
-    mine = _of_rank(counts, slowest)
-    longest = (kinds * mine).sum(axis=1)
-    extra = mine[0] * plain["again"] + mine[1] * sparse["again"]
-    others = np.maximum(passes["all"] + 2 * (p.pp * p.chunks - 1) * send - longest, 0)
-    apart = others / p.chunks
+    passes, hidden = _passes(model, p, slow, stack), 1 * ((p.chunks > 1) & p.modern)
+    seconds = [None if row is None else rates.of_work(row) for row in passes["kinds"]]
+    path, waits = _through(p, at, _spent(p, at, hidden, seconds))
+    slowest = path.argmax(axis=0)
+    mine, (first, last, ahead) = at.of_rank(slowest), (_of_rank(rows, slowest) for rows in waits)
+    spent = _spent(p, mine, hidden, passes["kinds"])
+    apart = spent.before + (first + last) * spent.behind
+    apart = apart - ahead * (first * spent.forward + last * spent.backward)
+    extra = _layers(mine.plain, mine.sparse, passes["again"])
     if work.some(split := (p.schedule == ZB_H1) & (p.micro_batches >= p.pp)):
         apart[0] -= 2 * passes["weights"] * (1 - 1 / p.pp) * split
     dense, expert = stages.held_weights(model, p, at)
     update = work.update(model, p, dense, expert) * slow[:, None]  # [9, ranks, plans]
     update = _of_rank(update.swapaxes(0, 1), rates.of_work(update).argmax(axis=0))
     held = _of_rank(dense + expert, slowest)
-    beside = work.sent_beside(model, p, held, mine[0] + mine[1], hidden * 2 * p.chunks) * slow
-    m = p.micro_batches
-    return CriticalPath(m * (longest - extra), m * extra, apart * (p.pp > 1), update, m * beside)
+    layers, m = mine.plain + mine.sparse, p.micro_batches
+    beside = work.sent_beside(model, p, held, layers, hidden * 2 * p.chunks) * slow
+    return CriticalPath(m * (spent.own - extra), m * extra, apart, update, m * beside)
 
 
 def _of_rank(rows: np.ndarray, which: Numbers) -> np.ndarray:
@@ -226,26 +228,95 @@ def _of_rank(rows: np.ndarray, which: Numbers) -> np.ndarray:
     return np.take_along_axis(rows, picked, axis=0)[0]
 
 
-def _passes(model: ModelConfig, p: Plan, slow: np.ndarray) -> dict:
-    """Work of layers of both kinds, of embedding and head, and of all together; FLOPs of all
-    gradients of weights."""
+class _Spent(NamedTuple):
+    """Of a rank, seconds or rows of work: all its passes of a micro-batch; a pass of the ranks
+    before it, and of those behind it; and the forward and backward pass of its last chunk."""
+
+    own: Numbers
+    before: Numbers
+    behind: Numbers
+    forward: Numbers
+    backward: Numbers
+
+
+def _spent(p: Plan, at: stages.Place, hidden: Numbers, kinds: Sequence[Numbers]) -> _Spent:
+    """What passes of ranks take.
+
+    hidden: 1 where chunks send while another computes
+    kinds: what each kind of `_passes` takes
+    """
+    *each, start, head, send, F_start = kinds
+    plain, sparse, F_plain, F_sparse = each
+    shown, starts = 1 - hidden, at.first * (p.chunks == 1)
+    before = 2 * at.rank - shown * (1 - at.first)
+    behind = 2 * (p.pp - 1 - at.rank) - shown * (1 - at.last)
+    sends = (2 * p.chunks - at.first - at.last) * shown
+    ends = at.first * start + at.last * head
+    own = _layers(at.plain, at.sparse, (plain, sparse)) + ends + sends * send
+    chunk = _layers(at.own_plain, at.own_sparse, (plain, sparse)) + starts * start
+    forward = _layers(at.own_plain, at.own_sparse, (F_plain, F_sparse)) + starts * F_start
+    lead = _layers(at.before_plain, at.before_sparse, (plain, sparse)) + (1 - at.first) * start
+    rest = _layers(at.behind_plain, at.behind_sparse, (plain, sparse)) + (1 - at.last) * head
+    return _Spent(
+        own=own,
+        before=lead + before * send,
+        behind=rest + behind * send,
+        forward=forward + shown * send,
+        backward=chunk - forward + (1 - starts) * shown * send,
+    )
+
+
+def _layers(plain: Numbers, sparse: Numbers, kinds: Sequence[Numbers]) -> Numbers:
+    """What so many layers without and with experts take; None is of a kind that there is not."""
+    one, other = kinds
+    if other is None:
+        return plain * one
+    return sparse * other if one is None else plain * one + sparse * other
+
+
+def _through(p: Plan, at: stages.Place, spent: _Spent) -> tuple[np.ndarray, tuple]:
+    """Seconds of the path through each rank [ranks, plans], and its waits for those behind it.
+
+    A rank of 1F1B, and of its chunks, has a few passes ahead of those behind it. It waits as long
+    as a micro-batch is with them, less so many forward passes of its own when it begins, and less
+    so many backward passes before it ends; once, where no pass lies between.
+    """
+    m, other = p.micro_batches, (p.schedule == GPIPE) | (p.schedule == ZB_H1)
+    ahead = np.minimum(p.pp - 1 - at.rank, m - 1) * (1 - other)
+    early, late = spent.behind - ahead * spent.forward, spent.behind - ahead * spent.backward
+    twice = (m - 1 > ahead) & (other == 0)
+    first = (early > 0) & (twice | (early >= late))
+    last = (late > 0) & (twice | (late > early))
+    path = m * spent.own + spent.before + first * early + last * late
+    return path, (1 * first, 1 * last, ahead)
+
+
+def _passes(model: ModelConfig, p: Plan, slow: np.ndarray, stack: str) -> dict:
+    """Work by kind: of a layer without and one with experts, forward and backward, and forward; of
+    the embedding, the head, a message, and forward of the embedding. What is computed again of
+    a layer of both kinds; FLOPs of all gradients of weights. None: there are no such layers."""
     known, split = work.shape(model), p.schedule == ZB_H1
-    kinds, everything, products = [], 0.0, 0.0
-    none = np.zeros_like(slow)
-    for experts, count in ((False, known.num_plain), (True, known.num_sparse)):
+    found: tuple[list, list, list] = [None, None], [None, None], [None, None]
+    products, (a, g) = 0.0, (known.letters[letter] for letter in "ag")
+    within = (a + 2 * g) / (2 * a + 2 * g)  # of what Ulysses sends: all but the output
+    for i, count in enumerate((known.num_plain, known.num_sparse)):
         if not count:
-            kinds.append({"both": none, "again": none})
             continue
-        forward, backward = (part * slow for part in work.layer(model, p, experts))
-        again = forward * (p.recompute == 2)
-        again[1] += forward[1] * (p.recompute == 1)
+        forward, backward = (part * slow for part in work.layer(model, p, bool(i)))
+        again, core = forward * (p.recompute == 2), forward * (p.recompute == 1)
+        again[1] += core[1]
+        again[WORK.index("cp")] += core[WORK.index("cp")] * (within if stack == "course" else 1)
+        if stack == "course" and not i:
+            again -= work.last_product(model, p) * slow * (p.recompute == 2)
         both = forward + backward + again
         both[3] += split * work.KERNELS["layer"][0]  # gradients of weights are passes of their own
-        kinds.append({"both": both, "again": again})
-        everything, products = everything + count * both, products + count * forward[0]
-    ends = [sum(pair) * slow for pair in (work.embedding(model, p), work.head(model, p))]
-    gradients = products + ends[1][0] / 3
-    return {"layers": kinds, "ends": ends, "all": everything + sum(ends), "weights": gradients}
+        for rows, row in zip(found, (both, forward, again), strict=True):
+            rows[i] = row
+        products = products + count * forward[0]
+    start = [row * slow for row in work.embedding(model, p)]
+    head, send = sum(work.head(model, p)) * slow, work.message(model, p) * slow
+    kinds = [*found[0], *found[1], sum(start), head, send, start[0]]
+    return {"kinds": kinds, "again": found[2], "weights": products + head[0] / 3}
 
 
 # ── the fit ───────────────────────────────────────────────────────────────────────────────────────

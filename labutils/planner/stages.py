@@ -28,8 +28,9 @@ UNEXPLAINED = 0.177
 @dataclass(frozen=True)
 class Place:
     """Full moments of ranks of pipelines [moments, plans]: which rank; its layers without and with
-    experts, and whether (1 or 0) it has the embedding and the head; and of how many micro-batches
-    it then keeps each of these, summed over its layers."""
+    experts, and whether (1 or 0) it has the embedding and the head; of how many micro-batches it
+    then keeps each of these, summed over its layers; and the layers, again of both kinds, of first
+    chunks of the ranks before it, of its last chunk, and of last chunks of those behind it."""
 
     rank: Numbers
     plain: Numbers
@@ -40,6 +41,19 @@ class Place:
     kept_sparse: Numbers
     kept_first: Numbers
     kept_last: Numbers
+    before_plain: Numbers
+    before_sparse: Numbers
+    own_plain: Numbers
+    own_sparse: Numbers
+    behind_plain: Numbers
+    behind_sparse: Numbers
+
+    def of_rank(self, which: Numbers) -> "Place":
+        """That of one moment of each plan."""
+        rows = vars(self).values()
+        if not which.shape:
+            return Place(*(row.item(which) for row in rows))
+        return Place(*(row[which, np.arange(which.size)] for row in rows))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,12 +87,15 @@ def in_flight(p: Plan, rank: int) -> np.ndarray:
 
 def _fullest(model: ModelConfig, p: Plan, rank: int) -> list[tuple[int, ...]]:
     """The rows of a `Place` of a rank of one plan: its moments that no other exceeds in all."""
-    layers, held = rank_layers(model, p.pp, p.chunks, p.even)[rank], in_flight(p, rank)
-    first, last = 1 * (rank == 0), 1 * (rank + 1 == p.pp)
+    every, held = rank_layers(model, p.pp, p.chunks, p.even), in_flight(p, rank)
+    layers, first, last = every[rank], 1 * (rank == 0), 1 * (rank + 1 == p.pp)
     ends = held[:, :1] * first, held[:, -1:] * last
     rows = set(map(tuple, np.concatenate([held @ layers, *ends], axis=1).tolist()))
     most = [a for a in rows if not any(_covers(b, a) for b in rows if b != a)]
-    return [(rank, *layers.sum(axis=0).tolist(), first, last, *row) for row in sorted(most)]
+    before, behind = every[:rank, 0].sum(axis=0), every[rank + 1 :, -1].sum(axis=0)
+    others = [*before.tolist(), *layers[-1].tolist(), *behind.tolist()]
+    mine = rank, *layers.sum(axis=0).tolist(), first, last
+    return [(*mine, *row, *others) for row in sorted(most)]
 
 
 def _covers(row: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -96,13 +113,13 @@ def _moments(
 ) -> list[tuple[int, ...]]:
     """The rows of a `Place`, of the ranks that can be the fullest or the slowest: the first of each
     pattern of layers, which holds more than those behind it, the second, which sends more than the
-    first, and the last."""
+    first, and the last two, of which one may wait less than the like of it before."""
     sizes = dict(pp=pp, chunks=chunks, micro_batches=micro_batches)
     p = Plan(**sizes, even=even, schedule=schedule)
     first: dict[Any, int] = {}
     for rank, layers in enumerate(rank_layers(model, pp, chunks, even)):
         first.setdefault(layers.tobytes(), rank)
-    ranks = sorted({*first.values(), min(1, pp - 1), pp - 1})
+    ranks = sorted({*first.values(), min(1, pp - 1), max(pp - 2, 0), pp - 1})
     return [row for rank in ranks for row in _fullest(model, p, rank)]
 
 

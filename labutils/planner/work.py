@@ -345,6 +345,12 @@ def layer(model: ModelConfig, p: Plan, experts: bool) -> tuple[np.ndarray, np.nd
     return found[0], found[1]
 
 
+def last_product(model: ModelConfig, p: Plan) -> np.ndarray:
+    """Work of the product that ends a dense layer, and of what tp sends behind it."""
+    T, t, h = rank_tokens(model, p), p.tp, model.d_model
+    return _row(p, products=2 * T * h * model.d_ff / t, tp=2 * T * h * (t - 1) / t)
+
+
 def embedding(model: ModelConfig, p: Plan) -> tuple[np.ndarray, np.ndarray]:
     """Work of the embedding, forward and backward."""
     streams, around = rank_tokens(model, p) * model.d_model / p.tp, p.tp > 1
