@@ -149,7 +149,9 @@ def test_a_long_search_says_how_far_it_is(capsys):
         ("--model gpt2 --nodes 1 --between fast", "--between: cannot read 'fast' as a quantity"),
         ("--model gpt2 --nodes 1 --batch-tokens 100", "--batch-tokens, --tokens or --stack: batch"),
         ("--model deepseek-v3 --nodes 1 --stack course", "GPT does not run multi-head latent"),
-        ("--model llama-3.1-405b --nodes 1", "none of"),
+        ("--model llama-3.1-405b --nodes 1", "use 16 nodes, where one fits, a larger device"),
+        ("--model llama-3.1-405b --nodes 65 --reserve 0.99", "of H100): use more nodes, a larger"),
+        (f"{BASE} --price 2", "--price is paid for a whole training: give its --tokens, too"),
         (f"{BASE} --plan 0", "argument --plan: '0': rows are counted from 1, in nine"),
         (f"{BASE} --plan 9999999", "--plan 9999999: there are rows 1 to"),
         (f"{BASE} --top -3", "argument --top: '-3': rows are counted from 1, in nine"),
@@ -164,6 +166,47 @@ def test_a_long_search_says_how_far_it_is(capsys):
 def test_errors_name_the_option_and_what_would_do(capsys, words, said):
     status, out, err = run(capsys, words)
     assert status == 2 and not out and said in err
+
+
+def test_names_are_known_in_any_case_and_as_publishers_say_them():
+    words = "--model meta-llama/Llama-3.1-8B --nodes 2 --gpu h100 --batch-tokens 1M"
+    said = command.asked(command.options().parse_args(words.split()))
+    assert said.model.name == "llama-3.1-8b" and said.cluster.device.name == "H100"
+
+
+def test_what_leaves_a_node_is_the_devices_own_unless_given():
+    for gpu, more, speed in (("H100", "", 50e9), ("A100", "", 25e9), ("A100", "--between 9GB", 9e9)):
+        words = f"--model gpt2 --nodes 2 --gpu {gpu} {more}".split()
+        assert command.asked(command.options().parse_args(words)).cluster.between == speed
+
+
+def test_a_batch_that_gpus_do_not_divide_is_said(capsys):
+    few = run(capsys, BASE.replace("1e6", "5e6"))[1]
+    assert "16 GPUs do not divide a batch of 610 sequences: of 608 (--batch-tokens 4980736)" in few
+    asked = command.asked(command.options().parse_args(BASE.split()))
+    plans_ = [len(planner.search(replace(asked, batch_tokens=n * 8192))) for n in (610, 608)]
+    assert plans_[0] < plans_[1]
+    for words in (BASE.replace("1e6", "4980736"), BASE.replace("1e6", "65536")):  # 608, and 8
+        assert "do not divide" not in run(capsys, words)[1]
+    lines = few.splitlines()
+    assert max(map(len, lines[-4:])) <= 100 and "rates: products: fitted" in few
+
+
+def test_the_first_row_that_a_framework_has_is_exported(capsys):
+    words = f"{BASE} --export accelerate"
+    status, out, err = run(capsys, words)
+    asked = command.asked(command.options().parse_args(words.split()))
+    for row, one in enumerate(planner.search(asked).best(50), 1):
+        try:
+            wanted = export.export("accelerate", asked, one.plan)
+        except ValueError as error:
+            first = error if row == 1 else first
+            assert run(capsys, f"{words} --plan {row}")[2] == f"python -m labutils.planner: {error}\n"
+            continue
+        break
+    assert (status, out) == (0, wanted) and row > 1
+    assert err == f"row {row}, since row 1 cannot be: {first}\n"
+    assert not run(capsys, f"{BASE} --export megatron")[2]
 
 
 def test_tokens_have_suffixes():

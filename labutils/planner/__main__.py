@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -49,6 +50,16 @@ def _row(word: str) -> int:
     return int(word)
 
 
+def _known(word: str, names: Sequence[str]) -> str:
+    """The name that is meant, in whatever case, and without who publishes it; or the word itself.
+
+    >>> _known("meta-llama/Llama-3.1-8B", ["gpt2", "llama-3.1-8b"])
+    'llama-3.1-8b'
+    """
+    meant = word.rpartition("/")[2].lower()
+    return next((name for name in names if name.lower() == meant), word)
+
+
 def options() -> argparse.ArgumentParser:
     """What the command takes."""
     shell = argparse.ArgumentParser(
@@ -63,7 +74,7 @@ def options() -> argparse.ArgumentParser:
     add("--nodes", type=int, required=True, help="how many nodes")
     add("--gpu", default="H100", help="a name of data/hardware.csv (H100)")
     add("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (8)")
-    add("--between", default="50GB", metavar="SIZE", help="each GPU sends out of its node (50GB/s)")
+    add("--between", metavar="SIZE", help="each GPU sends out of its node, as 50GB/s (the GPU's)")
     add("--seq-len", type=int, default=8192, metavar="N", help="tokens of a sequence (8192)")
     add("--batch-tokens", type=_tokens, default=2**22, metavar="N", help="of a global batch (2^22)")
     add("--tokens", type=_tokens, default=0, metavar="N", help="of the whole training, as 15T")
@@ -74,14 +85,16 @@ def options() -> argparse.ArgumentParser:
     add("--plan", type=_row, metavar="N", help="the ledger and the seconds of row N, from 1")
     add("--explain", action="store_true", help="why the other rows are not the first")
     add("--json", action="store_true", help="the rows as JSON")
-    add("--export", choices=tuple(export.WRITERS), help="flags of row --plan (1) for a framework")
+    add("--export", choices=tuple(export.WRITERS), help="flags of row --plan for a framework")
     return shell
 
 
 def asked(given: argparse.Namespace) -> Job:
     """The job that the options describe; ValueError names the option and the remedy."""
 
-    def sent() -> float:
+    def sent() -> float | None:
+        if given.between is None:
+            return None
         speed = float(units.parse(given.between.removesuffix("/s")))
         if not speed:
             raise ValueError(f"{given.between} is no link: give what each GPU sends, as 50GB/s")
@@ -94,10 +107,15 @@ def asked(given: argparse.Namespace) -> Job:
             raise ValueError(f"--{option}: {error}") from None
 
     path = Path(given.model)
-    is_file = path.exists() or given.model.endswith(".json")
-    model = of("model", ModelConfig.from_hf if is_file else ModelConfig.named, given.model)
+    if path.exists() or given.model.endswith(".json"):
+        model = of("model", ModelConfig.from_hf, given.model)
+    else:
+        model = of("model", ModelConfig.named, _known(given.model, ModelConfig.names()))
     model = of("seq-len", lambda: dataclasses.replace(model, seq_len=given.seq_len))
-    device, between = of("gpu", Hardware.named, given.gpu), of("between", sent)
+    if given.price and not given.tokens:
+        raise ValueError("--price is paid for a whole training: give its --tokens, too")
+    device = of("gpu", Hardware.named, _known(given.gpu, Hardware.names()))
+    between = of("between", sent)
     cluster = of(
         "nodes, --gpus-per-node, --reserve or --price",
         lambda: Cluster(
@@ -145,9 +163,8 @@ def table(found: Found, top: int) -> Iterator[str]:
     yield (
         f"{len(found):,} legal plans, {found.fits.sum():,} allocate at most "
         f"{units.text(cluster.room)} ({1 - cluster.reserve:.0%} of the device), "
-        f"{len(found.ties)} within 3 % of the fastest (=)"
+        f"{len(found.ties)} within 3 % of the fastest (=, the roomiest first)"
     )
-    yield f"rates: {job.rates.source}"
     days = "     days" if job.tokens else ""
     yield f"{'':>4} {'step s':>8} {'peak GB':>8} {'MFU':>6} {'tok/s/GPU':>10}{days}  plan"
     most = found.fastest.seconds * (1 + TIE)
@@ -158,12 +175,25 @@ def table(found: Found, top: int) -> Iterator[str]:
             f"{i:>3}{mark} {one.seconds:8.3f} {one.peak / 1e9:8.1f} {one.mfu():6.1%} "
             f"{one.tokens_per_second:10,.0f}{days}  {text_of(one.plan)}"
         )
+    yield from _hints(job)
     yield "MFU: all products of the model, of attention the half that is not masked"
     if any(one.plan.zero > 1 for one in found.best(top)):
         yield "ZeRO-2, ZeRO-3: assuming that their messages hide behind computing while it lasts"
     if job.tokens and cluster.price:
         (first,) = found.best()
         yield f"row 1: {first.gpu_hours:,.0f} GPU-hours, {first.cost:,.0f} at the price given"
+    yield textwrap.fill(f"rates: {job.rates.source}", 100, subsequent_indent="       ")
+
+
+def _hints(job: Job) -> Iterator[str]:
+    """What a batch costs that GPUs share unevenly."""
+    batch, gpus = job.batch, job.cluster.gpus
+    if batch % gpus and batch > gpus:
+        near = round(batch / gpus) * gpus
+        yield (
+            f"{gpus:,} GPUs do not divide a batch of {batch:,} sequences: of {near:,} "
+            f"(--batch-tokens {near * job.model.seq_len}) there are more plans"
+        )
 
 
 def details(estimate: Estimate) -> Iterator[str]:
@@ -191,9 +221,7 @@ def main(words: Sequence[str] | None = None) -> int:
         _ = found.fastest  # or an error
         if chosen >= len(rows):
             raise ValueError(f"--plan {given.plan}: there are rows 1 to {len(rows)}, give one")
-        said = ""
-        if given.export:
-            said = export.export(given.export, job, rows[chosen].plan)
+        said = _exported(given, found, chosen) if given.export else ""
     except ValueError as error:
         shell.exit(2, f"{shell.prog}: {error}\n")
     if given.export:
@@ -212,6 +240,22 @@ def main(words: Sequence[str] | None = None) -> int:
             for what, share in sensitivity(found).items():
                 print(f"{what:>26}: step {share:.1%} shorter")
     return 0
+
+
+def _exported(given: argparse.Namespace, found: Found, chosen: int) -> str:
+    """Flags of the row that is asked for, or of the first that the framework has."""
+    if given.plan:
+        return export.export(given.export, found.job, found[found.order[chosen]].plan)
+    for i, place in enumerate(found.order[:200]):
+        try:
+            said = export.export(given.export, found.job, found[place].plan)
+        except ValueError as error:
+            refused = f"{error}" if not i else refused
+            continue
+        if i:
+            print(f"row {i + 1}, since row 1 cannot be: {refused}", file=sys.stderr)
+        return said
+    raise ValueError(f"--export: none of the first 200 rows can be: {refused}")
 
 
 def progress(after: float = 1.0) -> Callable[[int, int], None]:

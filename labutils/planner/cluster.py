@@ -1,17 +1,22 @@
 """Where a plan runs: nodes of alike devices, and the links between them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from labutils import units
 from labutils.config import Hardware
 from labutils.planner.work import Numbers, Plan, least, most, where
 
 
+_FROM_DEVICE: Any = None  # the default of a field that is worked out of another
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """`nodes` of `gpus_per_node` devices.
 
-    between: bytes per second that each device sends out of its node (50 GB/s is 400 Gbit/s)
+    between: bytes per second that each device sends out of its node (50 GB/s is 400 Gbit/s); its
+        share of the network links in data/hardware.csv unless given
     reserve: the share of a device's memory that a plan leaves alone. Allocators reserve more than
         is allocated (2.8 to 9.3 % in data/measured_b200.csv), and contexts and NCCL come on top
     price: of a device per hour, in any currency; 0: not known
@@ -20,12 +25,16 @@ class Cluster:
     device: Hardware
     nodes: int
     gpus_per_node: int = 8
-    between: float = 50e9
+    between: float = _FROM_DEVICE
     reserve: float = 0.10
     price: float = 0.0
 
     def __post_init__(self) -> None:
+        units.instance(self.device, Hardware, "Cluster")
         units.whole_fields(self, "nodes", "gpus_per_node")
+        if self.between is None:
+            wire = self.device.network.bandwidth / self.device.reached["link"]
+            object.__setattr__(self, "between", wire * self.device.network_links / self.device.node)
         units.positive_fields(self, "between")
         units.positive_fields(self, "price", or_zero=True)
         if not 0 <= self.reserve < 1:

@@ -320,12 +320,22 @@ class Found:
                 f"{self.job.cluster.gpus:,} GPUs: change the batch or the number of nodes, so "
                 "that they have divisors in common"
             )
-        near = self[int(self.peaks.argmin())]
+        leanest = units.text(float(self.peaks.min()))
+        enough = self._nodes()
+        more = f"{enough:,} nodes, where one fits" if enough else "more nodes"
         return (
-            f"none of {len(self):,} legal plans fits: the leanest needs {units.text(near.peak)} of "
-            f"{room} ({1 - self.job.cluster.reserve:.0%} of a {device}): use more nodes, a larger "
-            "device or a shorter sequence"
+            f"none of {len(self):,} legal plans fits: the leanest needs {leanest} of {room} "
+            f"({1 - self.job.cluster.reserve:.0%} of {device}): use {more}, a larger device or a "
+            "shorter sequence"
         )
+
+    def _nodes(self) -> int:
+        """So many times two nodes that a plan fits; 0 if there are none within 1,024 GPUs."""
+        cluster = self.job.cluster
+        while (cluster := replace(cluster, nodes=2 * cluster.nodes)).gpus <= 1024:
+            if search(replace(self.job, cluster=cluster)).fits.any():
+                return cluster.nodes
+        return 0
 
 
 def search(job: Job, tell: Callable[[int, int], None] = lambda done, of: None) -> Found:
