@@ -246,16 +246,17 @@ def _exported(given: argparse.Namespace, found: Found, chosen: int) -> str:
     """Flags of the row that is asked for, or of the first that the framework has."""
     if given.plan:
         return export.export(given.export, found.job, found[found.order[chosen]].plan)
+    refused: list[ValueError] = []
     for i, place in enumerate(found.order[:200]):
         try:
             said = export.export(given.export, found.job, found[place].plan)
         except ValueError as error:
-            refused = f"{error}" if not i else refused
+            refused.append(error)
             continue
-        if i:
-            print(f"row {i + 1}, since row 1 cannot be: {refused}", file=sys.stderr)
+        if refused:
+            print(f"row {i + 1}, since row 1 cannot be: {refused[0]}", file=sys.stderr)
         return said
-    raise ValueError(f"--export: none of the first 200 rows can be: {refused}")
+    raise ValueError(f"--export: none of the first {len(refused)} rows can be: {refused[0]}")
 
 
 def progress(after: float = 1.0) -> Callable[[int, int], None]:

@@ -7,7 +7,6 @@ from labutils import units
 from labutils.config import Hardware
 from labutils.planner.work import Numbers, Plan, least, most, where
 
-
 _FROM_DEVICE: Any = None  # the default of a field that is worked out of another
 
 

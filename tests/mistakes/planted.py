@@ -725,9 +725,14 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("(expert, p.replicas * p.tp / p.ep)", "(expert, p.replicas / p.ep)"),
     ],
     ("planner/rates", "test_planner_work"): [
-        ("apart = others / p.chunks", "apart = others"),
         ('apart[0] -= 2 * passes["weights"]', 'apart[0] -= passes["weights"]'),
-        ("again[1] += forward[1] *", "again[1] += forward[0] *"),
+        ("again[1] += core[1]", "again[1] += core[0]"),
+    ],
+    ("planner/rates", "test_planner_search"): [
+        ("- shown * (1 - at.first)", "- shown"),
+        ("twice = (m - 1 > ahead) & (other == 0)", "twice = other == 0"),
+        ("late = spent.behind - ahead * spent.forward, spent.behind - ahead * spent.backward", "late = spent.behind, spent.behind"),
+        ("within if stack == ", "1 if stack == "),
     ],
     ("planner/cluster", "test_planner_work"): [
         ("least(inner, G) / G)", "1 / G)"),
@@ -741,7 +746,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("planner/stages", "test_planner_work"): [
         ("least(p.micro_batches, 3 * p.pp)", "least(p.micro_batches, p.pp)"),
-        ("ranks = sorted({*first.values(), min(1, pp - 1), pp - 1})", "ranks = [0, pp - 1]"),
+        ("{*first.values(), min(1, pp - 1), max(pp - 2, 0), pp - 1}", "{0, pp - 1}"),
         ("if not any(_covers(b, a) for b in rows if b != a)]", "if a == max(rows)]"),
         ("plain = np.clip(work.shape(model).num_plain - begin, 0, layers)", "plain = 0 * layers"),
     ],
@@ -769,7 +774,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("planner/plans", "test_planner_search test_planner_work"): [
         ("+ (p.schedule > 0) + (p.zero > 1) + (p.recompute > 0)", "+ (p.schedule > 0) + (p.zero > 1)"),
-        ("near = self[int(self.peaks.argmin())]", "near = self[int(self.seconds.argmin())]"),
+        ("units.text(float(self.peaks.min()))", "units.text(float(self.peaks[0]))"),
         ("job.cluster.room + units.GB", "job.cluster.room + 10 * units.GB"),
     ],
     ("planner/__main__", "test_planner_command"): [
