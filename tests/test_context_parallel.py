@@ -238,7 +238,7 @@ def test_half_precision_stays_close(way):
 def watched(rank, kind, monkeypatch):
     """Of each tile that is computed in a dry run: how many messages had begun, how many of them the
     rank had waited for, and its pairs."""
-    seen, comm, attention, backward = [], rank.comm("cp"), flash.attention, flash.backward
+    seen, comm, attention, backward = [], rank.comm("cp"), flash.attention, flash.backward_of_keys
     waited, wait = [], Work.wait
 
     def awaited(work):
@@ -258,7 +258,7 @@ def watched(rank, kind, monkeypatch):
         return backward(memory, problem)
 
     monkeypatch.setattr(flash, "attention", forward_tile)
-    monkeypatch.setattr(flash, "backward", backward_tile)
+    monkeypatch.setattr(flash, "backward_of_keys", backward_tile)
     monkeypatch.setattr(Work, "wait", awaited)
     q, k, v = torch.randn(3, 1, 2, 8, 4, requires_grad=True).unbind()
     out = context_parallel.ring_attention(q, k, v, comm, kind)

@@ -63,14 +63,15 @@ def ring(
     attend: of (q, k, v, offset) of a tile gives its output and log-sum-exp
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros_like(q, dtype=wide)  # laid out like q, so ready for the next product
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+    out = torch.empty_like(q, dtype=wide)  # laid out like q, so ready for the next product
+    lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
     for holder, kv in _round(torch.stack([k, v]), comm):
         for tile in whole.tiles(comm.rank, holder):
             at = tile.rows
             found = attend(q[:, :, at], *kv[:, :, :, tile.columns], tile.offset)
-            merged = flash.merge(out[:, :, at], lse[:, :, at], *found)
-            out[:, :, at], lse[:, :, at] = merged
+            if holder != comm.rank:  # one's own keys come first, and all queries see some
+                found = flash.merge(out[:, :, at], lse[:, :, at], *found)
+            out[:, :, at], lse[:, :, at] = found
     return out.to(q.dtype), lse
 
 
@@ -107,11 +108,12 @@ class _Ring(torch.autograd.Function):
         mine: Tensor | None = None
         on_their_way: tuple[Any, ...] = ()
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        delta = (d_out * out.to(lse.dtype)).sum(-1)  # D of `flash.backward`, whatever the keys
         with comm.record("ring backward"):
             for holder, kv in _round(torch.stack([k, v]), comm):
                 d_kv = torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
                 for tile in ctx.whole.tiles(comm.rank, holder):
-                    _backward_tile(tile, (q, out, lse, d_out, dq), kv, d_kv, ctx.block)
+                    _backward_tile(tile, (q, lse, d_out, delta, dq), kv, d_kv, ctx.block)
                 # A sum follows its keys one rank behind the work on them, each rank adds its own,
                 # and the last one sends it home, where the owner's own part has waited.
                 if mine is None:
@@ -154,15 +156,15 @@ def _arrived(on_their_way: tuple[Work, Work]) -> Tensor:
 def _backward_tile(
     tile: Tile, of_queries: tuple[Tensor, ...], kv: Tensor, d_kv: Tensor, block: int | None
 ) -> None:
-    """Adds to dQ, and writes to dK and dV, what a tile gives. Output and log-sum-exp are those over
-    all keys: with them the weights of a tile are their part of the whole softmax."""
-    q, out, lse, d_out, dq = (x[:, :, tile.rows] for x in of_queries)
+    """Adds to dQ, and writes to dK and dV, what a tile gives. Log-sum-exp and D are those over all
+    keys: with them the weights of a tile are their part of the whole softmax."""
+    q, lse, d_out, delta, dq = (x[:, :, tile.rows] for x in of_queries)
     (k, v), (dk, dv) = (x[:, :, :, tile.columns] for x in (kv, d_kv))
-    problem, lse = problem_of(q, k, v, True, tile.offset, block, block), lse[..., None]
-    tensors = dict(Q=q, K=k, V=v, O=out, lse=lse, dO=d_out, D=torch.zeros_like(lse))
+    problem = problem_of(q, k, v, True, tile.offset, block, block)
+    tensors = dict(Q=q, K=k, V=v, lse=lse[..., None], dO=d_out, D=delta[..., None])
     with precision.own_formats(q.device.type):
         memory = SlowMemory(problem.kv_heads, **tensors, dQ=dq, dK=dk, dV=dv)
-        flash.backward(memory, problem)
+        flash.backward_of_keys(memory, problem)
 
 
 def ulysses_attention(

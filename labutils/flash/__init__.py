@@ -7,6 +7,7 @@ from labutils.flash.algorithms import (
     attention,
     attention_flops,
     backward,
+    backward_of_keys,
     forward,
     merge,
     online,

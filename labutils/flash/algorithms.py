@@ -172,9 +172,7 @@ class SlowMemory:
 
     def load(self, name: str, at: slice, dtype: torch.dtype) -> Float[Tensor, "heads rows width"]:
         """Rows `at` of a tensor in the arithmetic's dtype. To be read only: it may be a view."""
-        tile = self._tile("load", name, at)
-        b, g, r, rows, width = tile.shape
-        return tile.reshape(b * g, r * rows, width).to(dtype)
+        return self._tile("load", name, at).flatten(2, 3).flatten(0, 1).to(dtype)
 
     def store(self, name: str, at: slice, tile: Float[Tensor, "heads rows width"]) -> None:
         """Writes rows `at` of a tensor, in the tensor's own dtype."""
@@ -257,11 +255,16 @@ def backward(memory: SlowMemory, problem: Problem) -> None:
 
     Source: FlashAttention-2 (2307.08691), algorithm 2.
     """
-    dtype = problem.dtype
     for rows in problem.tiling.query_blocks:
-        d_out, out = memory.load("dO", rows, dtype), memory.load("O", rows, dtype)
-        minus_d_lse = memory.load("D", rows, dtype)
+        d_out, out = (memory.load(name, rows, problem.dtype) for name in ("dO", "O"))
+        minus_d_lse = memory.load("D", rows, problem.dtype)
         memory.store("D", rows, minus_d_lse + (d_out * out).sum(-1, keepdim=True))
+    backward_of_keys(memory, problem)
+
+
+def backward_of_keys(memory: SlowMemory, problem: Problem) -> None:
+    """Fills dK and dV and adds to dQ, once `D` is complete, whichever keys these are."""
+    dtype = problem.dtype
     for columns in problem.tiling.key_blocks:
         k, v = memory.load("K", columns, dtype), memory.load("V", columns, dtype)
         dk, dv = k.new_zeros(k.mT.shape), v.new_zeros(v.mT.shape)  # no product turns a tile
@@ -358,7 +361,7 @@ def merge(
     total = w1 + w2
     empty = total == 0
     some = total.masked_fill(empty, 1)
-    out = (o1 * w1[..., None] + o2 * w2[..., None]) / some[..., None]
+    out = torch.lerp(o1.to(some.dtype), o2.to(some.dtype), (w2 / some)[..., None])  # one sweep
     return out, (top + some.log()).masked_fill(empty, -math.inf)
 
 

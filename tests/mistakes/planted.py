@@ -516,8 +516,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("if s % pieces:", "if s % n:"),
     ],
     ("context_parallel/attention", "test_context_parallel"): [
-        ("merged = flash.merge(out[:, :, at], lse[:, :, at], *found)", "merged = out[:, :, at] + found[0], torch.logaddexp(lse[:, :, at], found[1])"),
-        ("out = torch.zeros_like(q, dtype=wide)", "out = torch.zeros_like(q)"),
+        ("found = flash.merge(out[:, :, at], lse[:, :, at], *found)", "found = out[:, :, at] + found[0], torch.logaddexp(lse[:, :, at], found[1])"),
+        ("out = torch.empty_like(q, dtype=wide)", "out = torch.empty_like(q)"),
         ("yield (i - step) % n, kv\n        kv = _arrived(on_their_way)", "arrived = _arrived(on_their_way)\n        yield (i - step) % n, kv\n        kv = arrived"),
         ("d_kv += _arrived(on_their_way)", "_arrived(on_their_way)"),
         ("mine = mine + _arrived(on_their_way)", "mine = _arrived(on_their_way)"),
