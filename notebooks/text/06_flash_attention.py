@@ -311,6 +311,9 @@ masked = {
 # %%
 show(flash.backward)
 
+# %%
+show(flash.backward_of_keys)
+
 
 # %% [markdown]
 # Is it right? In float64, against plain attention, causal, with fewer key–value heads than query heads and lengths that no block divides:
