@@ -58,11 +58,11 @@ SIDEWAYS = {
     # What memory predicts is a step, recorded; on one device it accumulates as lab 05 does.
     ("memory", "step"),
     ("memory", "accumulation"),
-    # QLoRA's frozen weights; the adapter of a split layer is split as the layer is; what is trained
-    # has the states of anything trained.
+    # What is kept beside frozen weights depends on which layers have adapters.
+    ("memory", "lora"),
+    # QLoRA's frozen weights; the adapter of a split layer is split as the layer is.
     ("lora", "quantization"),
     ("lora", "tensor_parallel"),
-    ("lora", "memory"),
     # What no region sees, since it is inside an autograd function, is cast as a region casts.
     ("flash", "precision"),
     ("context_parallel", "precision"),

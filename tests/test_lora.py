@@ -16,6 +16,7 @@ from labutils import (
     expert_parallel,
     lora,
     measure,
+    memory,
     predict,
     tensor_parallel,
     zero,
@@ -306,7 +307,8 @@ def test_what_autograd_keeps_is_known_tensor_by_tensor(config, frozen):
     for pattern in [*PATTERNS, "query", ("key", "down"), "attention.output", "up"]:
         model = begun(config, frozen, rank=3, pattern=pattern, attention="sdpa")
         kept = measure.saved_activations(lambda model=model: model.loss(*ROWS), model)
-        formula = lora.saved(config, rank=3, batch=4, pattern=pattern, frozen=frozen)
+        train = rigs.lora.fine_tuning(3, frozen, pattern, batch=4)
+        formula = memory.activations(config, train)
         assert formula.diff(kept).unexplained == 0, (pattern, formula.diff(kept))
 
 
@@ -374,7 +376,7 @@ def test_the_fullest_moment_at_7b_and_70b(name, frozen):
     found = peak.ledger.only(component="buffers").total
     assert found == whole + streams + tables + tokens
     behind = ("norm", "outside", "blocks.1.feed_forward.down.adapters.default")
-    kept = lora.saved(config, rank=16, batch=1, frozen=frozen).lines
+    kept = memory.activations(config, rigs.lora.fine_tuning(16, frozen)).lines
     already = ("input", "targets, sb")
     kept = [line for line in kept if line.name not in behind or line.note in already]
     found = peak.ledger.only(component="activations").total
@@ -401,10 +403,14 @@ def test_a_layer_of_a_70b_model_dry_in_nf4():
 
 
 def test_what_has_no_formula_is_refused():
-    with pytest.raises(ValueError, match="frozen='int8': there are formulas for"):
-        lora.saved(GPT2, rank=1, batch=1, frozen="int8")
-    with pytest.raises(ValueError, match="dropout=0.1: there is a formula for dropout=0"):
-        lora.saved(replace(GPT2, dropout=0.1), rank=1, batch=1)
+    train = rigs.lora.fine_tuning(1)
+    with pytest.raises(ValueError, match="dropout=0.1: of adapters there is a formula for 0"):
+        memory.activations(replace(GPT2, dropout=0.1), train)
+    for name, given in (("attention", "plain"), ("checkpointing", "full")):
+        with pytest.raises(ValueError, match=f"{name}='{given}': of adapters there is a formula"):
+            memory.activations(GPT2, replace(train, **{name: given}))
+    with pytest.raises(ValueError, match="no formula for adapters"):
+        memory.predict(GPT2, train)
     with pytest.raises(ValueError, match="num_experts=3"):
         lora.training_flops(ModelConfig(**SIZES, num_experts=3), rank=1)
 
@@ -437,7 +443,7 @@ def test_under_checkpointing_the_inputs_of_layers_are_kept_and_the_ends():
     model = build(LLAMA, torch.float32)
     checkpointing.apply(model, "full")
     kept = measure.saved_activations(lambda: model.loss(*ROWS), model)
-    ends = lora.saved(LLAMA, rank=3, batch=4, frozen="fp32").by("name")
+    ends = memory.activations(LLAMA, rigs.lora.fine_tuning(3, "fp32", batch=4)).by("name")
     inputs = LLAMA.num_layers * 4 * ROWS[0].numel() * LLAMA.d_model
     assert kept.total == inputs + ends["norm"] + ends["outside"]
 
@@ -762,9 +768,8 @@ def test_a_rank_beyond_the_matrix_and_numbers_that_are_none():
                 formula(GPT2, rank=rank)
         with pytest.raises(TypeError, match="1.5"):
             formula(GPT2, rank=1.5)
-    for formula in (lora.saved, rigs.lora.at_the_loss):
-        with pytest.raises(ValueError, match="batch must be at least 1"):
-            formula(GPT2, rank=1, batch=0)
+    with pytest.raises(ValueError, match="micro_batch must be at least 1"):
+        rigs.lora.at_the_loss(GPT2, rank=1, batch=0)
 
 
 def test_what_is_added_to_a_weight_is_rounded_once():

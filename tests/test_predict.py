@@ -156,6 +156,14 @@ def test_activations_of_whole_backward_passes_are_a_sum(names):
         assert formula == dry
 
 
+@pytest.mark.parametrize("names", [("LoRA", "bf16"), ("NF4", "bf16"), ("LoRA", "bf16", "tied")], ids=" × ".join)
+def test_activations_beside_adapters_are_a_sum_on_one_device(names):
+    plan = case(names)
+    train = replace(plan.train, frozen=(), attention="sdpa")
+    formula, dry = activations_both_ways(plan.model, train, plan.mesh, 0)
+    assert formula == dry and len(predict.activations(plan.model, train)) > 1
+
+
 def activations_both_ways(*plan):
     """Bytes of activations by the formula, and in a dry run."""
     moments = rehearsal(*plan).history.only("activations").moments

@@ -5,7 +5,7 @@ Source: Hu et al. 2106.09685.
 """
 
 from labutils.lora.layers import Adapter, LoraLinear, SplitAdapter, wrap
-from labutils.lora.predict import saved, trainable, training_flops
+from labutils.lora.predict import kept_with_adapters, trainable, training_flops
 from labutils.lora.transform import (
     activate,
     adapt,

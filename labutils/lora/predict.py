@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from labutils import anatomy, units
-from labutils.config import ModelConfig
-from labutils.ledger import Ledger, Line
+from labutils import anatomy
+from labutils.config import Adapters, ModelConfig
 from labutils.lora.layers import checked_rank
 from labutils.lora.transform import targets
 
@@ -71,46 +70,29 @@ def _add_flops(step: "_Step", rank: int, sizes: dict[str, int], found: dict[str,
 # ── what autograd keeps ───────────────────────────────────────────────────────────────────────────
 
 
-def saved(
-    model: ModelConfig,
-    *,
-    rank: int,
-    batch: int,
-    pattern: Pattern = "*",
-    frozen: str = "bf16",
-) -> Ledger:
-    """Bytes that autograd keeps for the backward pass of so many rows of s tokens, under the names
-    of `measure.saved_activations`, for an adapter called "default" without dropout and attention
-    by SDPA. Frozen weights need none of it; gradients on their way to the first adapter do.
+def kept_with_adapters(
+    model: ModelConfig, adapters: Adapters, how: anatomy.Policy
+) -> Iterator[tuple[str, anatomy.Kept]]:
+    """As `anatomy.kept`, of a model that is frozen but for its adapters, of r numbers each. Frozen
+    weights need none of it; gradients on their way to the first adapter do.
 
-    rank, pattern: r of the adapters, and the layers that have one
-    batch: rows of s tokens
-    frozen: how frozen weights are kept, "fp32", "bf16" or "nf4"
-
-    Raises ValueError where `training_flops` does, and for a model with dropout.
+    Raises ValueError where `training_flops` does, and for another policy than attention by SDPA
+    that is kept whole, for autocast, and for a model with dropout.
     """
-    if model.dropout:
-        raise ValueError(f"dropout={model.dropout}: there is a formula for dropout=0")
-    if frozen not in ("fp32", "bf16", "nf4"):
-        raise ValueError(f"frozen={frozen!r}: there are formulas for 'fp32', 'bf16' and 'nf4'")
-    trainable(model, rank=rank, pattern=pattern)  # or an error
-    batch = units.whole(batch, "batch", 1)
-    width = 4 if frozen == "fp32" else 2
-    how = anatomy.Policy(compute=width, stream=width, attention="sdpa")
-    sizes = anatomy.letters(model) | {"b": batch, "r": rank}
+    odd = {"dropout": (model.dropout, 0), "autocast": (how.autocast, False)}
+    odd |= {"attention": (how.attention, "sdpa"), "checkpointing": (how.checkpointing, "none")}
+    for name, (given, only) in odd.items():
+        if given != only:
+            raise ValueError(f"{name}={given!r}: of adapters there is a formula for {only!r}")
+    trainable(model, rank=adapters.rank, pattern=adapters.pattern)  # or an error
     *_, norm, _, loss = anatomy.parts(model, how)
-    lines, seen = [], set[str]()
-    for step in _walk(model, pattern, how):
-        name = step.part.name.replace("*", str(step.layer))
-        for kept in _kept(step, how, seen):
-            lines.append((f"{name}.adapters.default" if step.mine else name, kept))
-    ends = step.learns or step.depends["output"] or step.depends["down"]
-    lines += [("norm", kept) for kept in _needed(norm) if ends]
-    lines += [("outside", kept) for kept in loss.keeps]
-    return Ledger(
-        Line(name, anatomy.size(kept.dims, sizes) * kept.itemsize, "activations", note=kept.note)
-        for name, kept in lines
-    )
+    seen = set[object]()
+    for step in _walk(model, adapters.pattern, how):
+        name = step.part.name.replace("*", str(step.layer)) + ".adapters.default" * step.mine
+        yield from ((name, tensor) for tensor in _kept(step, how, seen))
+    if step.learns or step.depends["output"] or step.depends["down"]:
+        yield from (("norm", tensor) for tensor in _needed(norm))
+    yield from (("outside", tensor) for tensor in loss.keeps)
 
 
 def _needed(norm: anatomy.Part) -> tuple[anatomy.Kept, ...]:

@@ -4,13 +4,14 @@ from labutils import units
 from labutils.config import ModelConfig, TrainConfig
 
 
-def require_formula(model: ModelConfig, train: TrainConfig) -> None:
-    """Nothing, or an error for what changes the bytes of a step and has no formula here."""
+def require_formula(model: ModelConfig, train: TrainConfig, *, adapters: bool = False) -> None:
+    """Nothing, or an error for what changes the bytes of a step and has no formula here; with
+    `adapters` they have one."""
     units.instance(model, ModelConfig, "memory")
     units.instance(train, TrainConfig, "memory")
     if train.precision == "fp64":
         raise ValueError("memory has no formula for precision='fp64': give 'fp32', a half of it")
-    plain = dict(adapters=None, fp8=None, sequence=False)
+    plain = dict(fp8=None, sequence=False) | ({} if adapters else dict(adapters=None))
     for name, value in plain.items():
         if getattr(train, name) != value:
             remedy = f"leave {name}={value!r}, or ask predict.peak"

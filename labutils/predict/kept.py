@@ -20,13 +20,20 @@ def why_dry(here: Here) -> str:
         "what a weight's gradient needs is kept longer than the rest": here.plan.split,
         "tokens choose their experts": model.num_experts > 1,
         "masks of what is computed again": model.dropout > 0 and train.checkpointing != "none",
-        "what adapters need": train.adapters is not None,
+        "what adapters need": train.adapters is not None and not _one_device(here),
         "8 bits": train.fp8 is not None,
         "half copies": train.autocast and (mesh.size > 1 or train.attention == "ring"),
         "a frozen weight needs no input": train.frozen,
         "heads for tokens": train.attention == "ulysses",
     }
     return next((reason for reason, so in reasons.items() if so), "")
+
+
+def _one_device(here: Here) -> bool:
+    """Whether a step is of the kind of which adapters have a formula."""
+    model, train = here.model, here.train
+    plain = train.attention == "sdpa" and train.checkpointing == "none" and not train.autocast
+    return here.mesh.size == 1 and plain and here.stream < 8 and not model.dropout
 
 
 def kept_here(here: Here) -> Ledger:
@@ -67,7 +74,13 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
     own |= {"tokens", "positions", "dropout"} if stage.embeds else set()
     own |= {"norm", "head", "outside"} if stage.heads else set()
     whole = functools.cache(lambda dims: anatomy.size(dims, sizes))  # layers are alike
-    for name, tensor in anatomy.kept(local, how):
+    rows = anatomy.kept(local, how)
+    if train.adapters is not None:
+        from labutils import lora
+
+        sizes["r"] = train.adapters.rank
+        rows = lora.kept_with_adapters(local, train.adapters, how)
+    for name, tensor in rows:
         if ".".join(name.split(".")[: 1 + name.startswith("blocks")]) not in own:
             continue
         itemsize = 8 if here.stream == 8 else tensor.itemsize

@@ -33,6 +33,7 @@ from labutils import (
     data_parallel,
     lora,
     measure,
+    memory,
     units,
 )
 from labutils import predict as formulas
@@ -277,7 +278,8 @@ reveal("activations/lora", MB=round(kept["LoRA"].total / 1e6, 2))
 # The gradient of A needs x, the input of its layer, as the gradient of W did. And attention and GELU keep what they kept: gradients pass through them on their way to the first adapter. Gone is what only the gradients of frozen weights need: the input of the head, and one of the two tensors that each norm keeps. Tensor by tensor:
 
 # %%
-formula = lora.saved(rigs.lora.ADDER, rank=4, batch=32, frozen="fp32")
+of_a_step = rigs.lora.fine_tuning(rank=4, frozen="fp32", batch=32)
+formula = memory.activations(rigs.lora.ADDER, of_a_step)
 formula.diff(kept["LoRA"]).unexplained
 
 # %% [markdown]

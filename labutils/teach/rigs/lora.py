@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from labutils import anatomy, lora, predict
+from labutils import anatomy, memory, predict
 from labutils.config import DATA, Adapters, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.lora.predict import Pattern
@@ -57,11 +57,11 @@ def at_the_loss(
 
     Of a step `loss(x, y).backward(); step(); zero_grad()` that is not the first.
     """
-    kept = lora.saved(model, batch=batch, rank=rank, pattern=pattern, frozen=frozen)
+    train = fine_tuning(rank, frozen, pattern, batch)
+    kept = memory.activations(model, train)
     width, tokens = 4 if frozen == "fp32" else 2, batch * model.seq_len
     logits = tokens * model.vocab_size * width
-    states = predict.states(model, fine_tuning(rank, frozen, pattern, batch))
-    lines = [line for line in states if line.component != "gradients"]
+    lines = [line for line in predict.states(model, train) if line.component != "gradients"]
     for name, nbytes in {
         "gradients of log-probabilities and logits, sbv each": 2 * logits,
         "token numbers, sb": tokens * anatomy.INDEX,
