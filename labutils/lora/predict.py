@@ -79,6 +79,7 @@ def kept_with_adapters(
     Raises ValueError where `training_flops` does, and for another policy than attention by SDPA
     that is kept whole, for autocast, and for a model with dropout.
     """
+    odd: dict[str, tuple[object, object]]
     odd = {"dropout": (model.dropout, 0), "autocast": (how.autocast, False)}
     odd |= {"attention": (how.attention, "sdpa"), "checkpointing": (how.checkpointing, "none")}
     for name, (given, only) in odd.items():

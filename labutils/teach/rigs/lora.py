@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -72,12 +73,14 @@ def at_the_loss(
     return Ledger([*lines, *(x for x in kept if getattr(x.note, "name", "") != "count")])
 
 
-def peak_of_all_layers(model: ModelConfig, run: Callable[..., History]) -> Ledger:
-    """Bytes by component where a step is fullest, from `run(config=…)` of two layers and of three:
-    of layers that are alike each further one brings what the third brings."""
-    low, high = (
-        run(config=replace(model, num_layers=k)).peak.ledger.by("component") for k in (2, 3)
-    )
+def peak_of_all_layers(
+    model: ModelConfig, run: Callable[..., History], *given: Any, **options: Any
+) -> Ledger:
+    """Bytes by component where a step is fullest, from `run(*given, config=…, **options)` of two
+    layers and of three: of layers that are alike each further one brings what the third brings."""
+    sizes = (replace(model, num_layers=k) for k in (2, 3))
+    histories = (run(*given, config=config, **options) for config in sizes)
+    low, high = (history.peak.ledger.by("component") for history in histories)
     others = model.num_layers - 2
     return Ledger(
         Line(part, low[part] + others * (nbytes - low[part]), component=part)
