@@ -197,7 +197,7 @@ def test_one_concept_has_one_name(name):
 # They mean the same everywhere: what a person chooses, the ranks, and a tensor that comes in.
 EVERYWHERE = {"model", "train", "mesh", "comm", "x", "q", "k", "v", "p"}
 # Where docstrings do not name all arguments and errors yet.
-SHORT_OF_WORDS = {"context_parallel", "expert_parallel", "flash", "planner", "world"}
+SHORT_OF_WORDS = {"planner"}
 
 
 def untold(body):

@@ -60,6 +60,7 @@ def ring(
 ) -> tuple[Float[Tensor, "b a s_c d"], Float[Tensor, "b a s_c"]]:
     """The forward pass of `ring_attention`: output and log-sum-exp of this rank's queries.
 
+    whole: which tokens each rank has
     attend: of (q, k, v, offset) of a tile gives its output and log-sum-exp
     """
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -178,6 +179,8 @@ def ulysses_attention(
     """The same by all-to-all: each rank gets all tokens of its a/n heads, computes, and gives the
     outputs back. Where there are fewer key–value heads than ranks, each is sent to n/g of them.
 
+    kind, block: as in `ring_attention`
+
     Cost: (a + 2·max(g, n))·b·s_c·d numbers go in and a·b·s_c·d come out, of which (n − 1)/n travel,
     forward and backward alike. Kept are q, k, v, the output and its log-sum-exp of those heads.
     Source: Jacobs et al. 2309.14509.
@@ -215,6 +218,8 @@ def kv_heads(a: int, g: int, n: int) -> int:
 
     >>> kv_heads(32, 8, 4), kv_heads(32, 8, 16)
     (8, 16)
+
+    Raises ValueError for heads that n ranks cannot share out.
     """
     if a % n or (g % n and n % g):
         both = f"{a} heads and {g} key–value heads"

@@ -52,7 +52,10 @@ class SequenceLayout:
         return self.s // (self.n * _CHUNKS[self.kind])
 
     def numbers(self, rank: int) -> tuple[int, ...]:
-        """The chunks of a rank, in the order of the sequence and of its memory."""
+        """The chunks of a rank, in the order of the sequence and of its memory.
+
+        Raises ValueError for a rank that has none.
+        """
         if (rank := units.whole(rank, "rank")) >= self.n:
             raise ValueError(f"rank {rank} has no tokens: use 0 … {self.n - 1}")
         return (rank,) if self.kind == "contiguous" else (rank, 2 * self.n - 1 - rank)
@@ -63,7 +66,7 @@ class SequenceLayout:
         return tuple(start + i for start in starts for i in range(self.chunk))
 
     def split(self, x: Shaped[Tensor, "*whole"], rank: int, dim: int = 1) -> Tensor:
-        """The tokens of a rank, of all that stand along `dim`."""
+        """The tokens of a rank, of all that stand along `dim`; ValueError if these are not s."""
         if x.shape[dim] != self.s:
             got = f"{x.shape[dim]} tokens along dim {dim}"
             raise ValueError(f"this is a layout of s={self.s} tokens, got {got}: make their own")
@@ -71,7 +74,7 @@ class SequenceLayout:
         return torch.cat([x.narrow(dim, place, self.chunk) for place in places], dim)
 
     def join(self, shares: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """The whole sequence, from what each rank has of it."""
+        """The whole sequence, from what each rank has of it; ValueError for other than n shares."""
         if len(shares) != self.n:
             raise ValueError(f"there are {self.n} shares, got {len(shares)}: one from each rank")
         chunks: dict[int, Tensor] = {}

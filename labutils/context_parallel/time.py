@@ -38,6 +38,7 @@ def ring_timeline(
 
     flops: what a rank computes per second
     link: what carries the messages of each rank to the next
+    kind: the layout of the tokens, "contiguous" or "zigzag"
     overlap: False computes when the message of the step is through
 
     >>> sizes = dict(num_layers=1, d_model=8, num_heads=1, d_ff=8)

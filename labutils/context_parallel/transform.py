@@ -45,6 +45,8 @@ def mean_loss(
     """Mean cross-entropy in nats per token of whole sequences, from the logits of each rank's
     tokens and all targets; those of −100 count for nothing.
 
+    kind: how the sequences are laid out, "contiguous" or "zigzag"
+
     Invariant: the mean over ranks of the gradients of this loss is the gradient of the whole one,
     however many targets each rank has. So what averages gradients for data parallelism is right.
     """
@@ -83,6 +85,7 @@ def distribute(
     ranks is right, as of replicas: `data_parallel.replicate`, `zero.shard` or `zero.Optimizer` over
     rank.comm("dp", "cp") are to follow, and make weights alike.
 
+    module: a whole GPT, without dropout
     attention: "ring" or "ulysses"
     kind: the layout of the tokens, "contiguous" or "zigzag"
     block: as in `ring_attention`; one that is large makes a dry run short
@@ -113,7 +116,8 @@ def share_tokens(
     rank, and returns their logits.
 
     That is all of `distribute` but for cutting sequences and the loss; tensor parallelism, stages
-    and the rest can follow, as after a plain GPT. The options are those of `distribute`.
+    and the rest can follow, as after a plain GPT. `module`, `kind`, `block` and errors are those of
+    `distribute`.
     """
     if type(module) is not GPT or module.places_ is not None:  # nor a share of one
         got = type(module).__name__
@@ -145,7 +149,8 @@ def _attend(attend: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Ten
 
 
 def require(model: ModelConfig, n: int, attention: str, kind: str) -> None:
-    """Nothing, or a ValueError that says what n ranks cannot do with this model."""
+    """Nothing, or a ValueError that says what n ranks cannot do with this model, by this kind of
+    attention and of layout."""
     if attention not in _ATTENTION:
         known = " or ".join(map(repr, _ATTENTION))
         raise ValueError(f"unknown attention over ranks {attention!r}: use {known}")

@@ -63,7 +63,11 @@ def combine(
     outputs: Sequence[Float[Tensor, "_ h"]], trip: Trip, routing: Routing, comm: Comm
 ) -> Float[Tensor, "T h"]:
     """For each token the weighted sum of what its experts made of it; zeros for a token of which
-    every visit was dropped."""
+    every visit was dropped.
+
+    outputs: of each expert of this rank, for the rows that `dispatch` gave it
+    trip, routing: what `dispatch` and `route` returned
+    """
     pieces = [
         rows.split([counts[expert] for counts in trip.received])
         for expert, rows in enumerate(outputs)
@@ -145,6 +149,7 @@ class ExpertParallel(nn.Module):
 
     @property
     def balance(self) -> Float[Tensor, ""]:
+        """The balance loss of the last forward pass; RuntimeError before the first."""
         if self.routing is None:
             remedy = "call spread_experts(module, comm), then module"
             raise RuntimeError(f"no layer has routed tokens yet: {remedy}")
@@ -246,7 +251,7 @@ def reduce_gradients(module: nn.Module, comm: Comm, experts: Comm) -> None:
 
 def auxiliary_loss(module: nn.Module) -> Float[Tensor, ""]:
     """The balance losses of the last forward pass, all layers together; times a small α it is added
-    to the loss."""
+    to the loss. Raises RuntimeError where no layer has routed tokens."""
     losses = [layer.balance for layer in _layers(module)]
     if not losses:
         raise RuntimeError("no layer has routed tokens yet: call spread_experts(module, comm)")
@@ -257,6 +262,7 @@ def update_bias(module: nn.Module, comm: Comm, rate: float = 0.001) -> None:
     """Once a step: `rate` less bias for each expert that was asked for by more tokens of all ranks
     of `comm` than the mean, `rate` more for one asked by fewer.
 
+    Raises ValueError for a module without such a bias.
     Source: DeepSeek-V3 2412.19437; Megatron-LM's --moe-router-bias-update-rate, 0.001.
     """
     for layer in _layers(module):

@@ -82,6 +82,7 @@ def routed_timeline(
     counts: of each rank, its visits to each expert, E of them
     flops: FLOPs that a rank computes per second
     link: between any two of the ranks
+    itemsize: bytes of an element of what travels
     chunks: parts into which each rank cuts its tokens, so that one travels while another computes
 
     >>> from dataclasses import replace

@@ -47,6 +47,7 @@ def route(
     """The k experts of each token that score highest, weighted by their scores, which are
     renormalized: divided by the sum of the chosen ones.
 
+    logits: what the router says of each token and expert
     score: "softmax" over all experts, or the "sigmoid" of each
     capacity: visits that an expert has room for; what comes later is dropped, all first choices
         before any second one. Without it none is
@@ -56,6 +57,7 @@ def route(
     >>> routing.chosen.flatten().tolist(), routing.load.tolist(), routing.counts.tolist()
     ([0, 0, 1], [2, 1], [1, 1])
 
+    Raises ValueError for a k that is more than there are experts, and for an unknown score.
     Invariant: with k experts chosen by softmax it is `MixtureOfExperts`' softmax over those k.
     Source: Mixtral 2401.04088; sigmoid and bias: DeepSeek-V3 2412.19437; room and order: GShard
     2006.16668.
@@ -97,6 +99,8 @@ def _queued(
 
 def capacity(tokens: int, num_experts: int, k: int, factor: float) -> int:
     """Visits that an expert has room for: `factor` times what it gets of T·k when all get alike.
+
+    tokens, num_experts, k: T, E, and the experts of each token
 
     >>> capacity(tokens=4096, num_experts=64, k=1, factor=1.25)
     80

@@ -37,6 +37,8 @@ def plain(
 ) -> tuple[Float[Tensor, "b a s_q d"], Float[Tensor, "b a s_q"]]:
     """Plain attention and the log-sum-exp of each row: every score, then every weight.
 
+    causal, offset: which keys a query sees, as above
+
     Cost: 4·s_q·s_k·d FLOPs a head forward, and s_q·s_k weights a head kept for the backward.
     """
     problem = problem_of(q, k, v, causal, offset)
@@ -102,6 +104,8 @@ def online(
     >>> scores, values = torch.tensor([0.0, 2.0, 2.0]), torch.eye(3)
     >>> online(zip(scores.split(2), values.split(2), strict=True))[0]
     tensor([0.0634, 0.4683, 0.4683])
+
+    Raises ValueError where no block comes.
     """
     state = None
     for scores, values in blocks:
@@ -207,7 +211,7 @@ class Problem:
         lse: Float[Tensor, "heads q 1"],
         at: tuple[slice, slice],
     ) -> Float[Tensor, "heads q k"]:
-        """exp(scores − lse) of one tile. Subtracting and the base of 2 are the product's own."""
+        """exp(scores − lse) of tile `at`. Subtracting and the base of 2 are the product's own."""
         lse = lse.masked_fill(lse == -math.inf, 0)
         powers = torch.baddbmm(lse * -_LOG2_E, q, k.mT, alpha=self.scale * _LOG2_E)
         return self._masked(powers, at).exp2_()
@@ -329,7 +333,9 @@ def attention(
     """The exact output of attention and each row's log-sum-exp; gradients flow through both.
 
     lse is natural, in at least fp32. g key–value heads serve a query heads, a/g neighbors each.
-    Blocks default to what keeps a tile of all heads in cache.
+
+    causal, offset: which keys a query sees, as above
+    block_q, block_k: rows and columns of a tile; by default what keeps one of all heads in cache
 
     Cost: 4·s_q·s_k·d FLOPs per head forward and 10·s_q·s_k·d backward, half when causal; saves q,
     k, v, out and lse; nothing is s_q × s_k.
@@ -344,7 +350,8 @@ def merge(
     o2: Float[Tensor, "*rows d"],
     lse2: Float[Tensor, "*rows"],
 ) -> tuple[Float[Tensor, "*rows d"], Float[Tensor, "*rows"]]:
-    """The output and log-sum-exp over two disjoint sets of keys, from those over each.
+    """The output and log-sum-exp over two disjoint sets of keys, from those over each: o1 and lse1,
+    o2 and lse2.
 
     This lets keys live on different ranks. Comes in lse's dtype, so that many merges round once;
     differentiable.
@@ -369,6 +376,8 @@ def attention_flops(
     s: int, d: int, heads: int = 1, *, causal: bool = False, backward: bool = False
 ) -> int:
     """FLOPs of attention's matrix products, forward or backward; causal is half, as in the papers.
+
+    s, d, heads: tokens, the width of a head, and how many of them
 
     >>> attention_flops(1024, 64, heads=16)
     4294967296
@@ -403,7 +412,10 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 def problem_of(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, offset: int | None, block_q=None, block_k=None
 ) -> Problem:
-    """The problem that the arguments of `attention` state."""
+    """The problem that `causal`, `offset`, `block_q` and `block_k` of `attention` state.
+
+    Raises ValueError or TypeError for tensors that do not fit together, and for an offset alone.
+    """
     alike = q.dtype == k.dtype == v.dtype and k.shape == v.shape
     if not alike or q.dim() != 4 or q.shape[::3] != k.shape[::3] or q.shape[1] % k.shape[1]:
         got = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k, v))

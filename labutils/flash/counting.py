@@ -50,6 +50,9 @@ def traffic(
 ) -> Ledger:
     """Bytes loaded from and stored to slow memory by one forward pass of attention.
 
+    algorithm: "plain", "flash-1" or "flash-2", as above; ValueError for another
+    s, d, heads: tokens, the width of a head, and how many of them
+    block_q, block_k, causal: of what a tile consists, and whether tiles are left out
     itemsize, stat_itemsize: bytes of a number, and of a row's statistics
     whole_blocks: a short last block is moved as a full one, as a kernel that pads does
 
@@ -79,18 +82,17 @@ def traffic(
     row, square = d * itemsize, heads * s_q * s_k * itemsize
     q, k, q_again, k_again = (rows * row for rows in (q_rows, k_rows, q_met, k_met))
     stat, stat_again = q_rows * stat_itemsize, q_met * stat_itemsize
-    match algorithm:
-        case "plain":
-            load = dict(Q=q, K=k, S=square, P=square, V=k)
-            store = dict(S=square, P=square, O=q)
-        case "flash-1":
-            load = dict(K=k, V=k, Q=q_again, O=q_again, l=stat_again, m=stat_again)
-            store = dict(O=q_again, l=stat_again, m=stat_again)
-        case "flash-2":
-            load, store = dict(Q=q, K=k_again, V=k_again), dict(O=q, lse=stat)
-        case _:
-            known = "'plain', 'flash-1' or 'flash-2'"
-            raise ValueError(f"no formula for {algorithm!r}: use {known}")
+    known: dict[str, tuple[dict[str, int], ...]] = {
+        "plain": (dict(Q=q, K=k, S=square, P=square, V=k), dict(S=square, P=square, O=q)),
+        "flash-1": (
+            dict(K=k, V=k, Q=q_again, O=q_again, l=stat_again, m=stat_again),
+            dict(O=q_again, l=stat_again, m=stat_again),
+        ),
+        "flash-2": (dict(Q=q, K=k_again, V=k_again), dict(O=q, lse=stat)),
+    }
+    if algorithm not in known:
+        raise ValueError(f"no formula for {algorithm!r}: use 'plain', 'flash-1' or 'flash-2'")
+    load, store = known[algorithm]
     moved = {("load", name): amount for name, amount in load.items()}
     return ledger_of(moved | {("store", name): amount for name, amount in store.items()})
 
@@ -104,7 +106,8 @@ def counted(
     block_q: int = 128,
     block_k: int = 128,
 ) -> Ledger:
-    """Bytes that the forward pass of `flash.attention` moves in a run, counted tile by tile."""
+    """Bytes that the forward pass of `flash.attention` moves in a run, counted tile by tile;
+    causal, block_q and block_k are its own."""
     problem = problem_of(q, k, v, causal, None, block_q, block_k)
     lse = q.new_empty(*q.shape[:3], 1, dtype=problem.dtype)
     memory = SlowMemory(problem.kv_heads, Q=q, K=k, V=v, O=torch.empty_like(q), lse=lse)

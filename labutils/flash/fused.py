@@ -52,9 +52,8 @@ _PASSES: dict[Callable, str] = {
 def passes(
     fn: Callable, rows: int, width: int, *, itemsize: int = 4, fused: bool = False
 ) -> Ledger:
-    """Bytes that `softmax`, `layernorm` or `swiglu` moves on rows × width numbers.
-
-    Operation by operation, or fused into one pass.
+    """Bytes that `fn` (`softmax`, `layernorm` or `swiglu`) moves on rows × width numbers of
+    `itemsize` bytes: operation by operation, or fused into one pass.
 
     >>> passes(softmax, 1024, 1024).total / passes(softmax, 1024, 1024, fused=True).total
     4.001953125
@@ -149,6 +148,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, rows: int) -> Tensor:
+        """The loss of x @ W.T and the targets, `rows` rows at a time; ctx keeps the gradients."""
         dx, dW, loss = torch.empty_like(x), torch.zeros_like(W), x.new_zeros(())
         for part, out, t in zip(x.split(rows), dx.split(rows), targets.split(rows), strict=True):
             P = part @ W.mT  # logits, then weights, then their gradient, in one place
@@ -175,7 +175,7 @@ def linear_cross_entropy(
     targets: Int[Tensor, " tokens"],
     rows: int,
 ) -> Float[Tensor, ""]:
-    """The mean cross-entropy of the logits x @ W.T, of which `rows` rows exist at a time.
+    """The mean cross-entropy of the logits x @ W.T and targets; `rows` rows exist at a time.
 
     The gradients are computed with the loss, while the logits are there: the backward pass scales
     them, and runs once. Every target counts.

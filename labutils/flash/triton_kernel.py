@@ -216,11 +216,14 @@ def triton_attention(
     block_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) and gradients as `flash.attention` gives them, from q, k, v in 16 bits or fp32.
+    causal, offset, block_q and block_k are its own.
 
     Products are summed in fp32. Blocks are powers of two from 16 on; by default a block of a head
     takes at most 16 kB, so that what a program holds fits a GPU's shared memory. Where there is no
     GPU, the interpreter runs program after program, in fp16 or fp32: to check values, not to save
     time.
+
+    Raises ImportError without triton, TypeError for fp64, ValueError for other blocks.
     """
     if triton is None:
         raise ImportError("these kernels need the package triton (for Linux): pip install triton")

@@ -104,7 +104,7 @@ class Comm:
 
     def neighbours(self, count: int) -> "Comm":
         """The communicator of this rank's block, of the blocks of `count` that the ranks fall into
-        (torch's new_subgroups)."""
+        (torch's new_subgroups); ValueError where they do not fill the ranks."""
         if self.size % (count := units.whole(count, "count", 1)):
             remedy = "choose a divisor"
             raise ValueError(f"blocks of {count} do not fill {self.size} ranks: {remedy}")
@@ -142,7 +142,8 @@ class Comm:
     def send_recv(
         self, x: Tensor, dst: int, out: Tensor, src: int, *, reduce: str | None = None
     ) -> Tensor:
-        """`out`, filled or reduced with what rank `src` sends while `x` goes to rank `dst`.
+        """`out`, filled with what rank `src` sends while `x` goes to rank `dst`, or, by `reduce`,
+        such as "sum", taken together with it.
 
         Each segment is reduced as it arrives, while the next one is on its way.
         """
@@ -290,7 +291,8 @@ class Comm:
     ) -> Any:
         """The rows that every rank has for this one, in rank order.
 
-        send_sizes, recv_sizes: the rows for and from each rank; without them all shares are equal
+        send_sizes, recv_sizes: the rows for and from each rank; without them all shares are equal,
+            or it is a ValueError
         """
         if send_sizes is None and isinstance(x, Tensor) and x.ndim and len(x) % self.size:
             got = f"all_to_all got {len(x)} rows for {self.size} ranks, which are no equal shares"
@@ -404,8 +406,8 @@ class Background:
     def start(
         self, call: CallSite, run: Callable[[Comm], Any], out: Tensor | None, name: str | None
     ) -> Request:
-        """The pending result; its messages are booked at this point of the rank's program, under
-        the name that is recorded there."""
+        """The pending result of `run`, into `out`; its messages are booked at this point of the
+        rank's program, under the name that is recorded there. Errors name the `call`."""
         owner, events = self.comm._owner, list[Event]()
         request = Request(call, owner.rank)
         owner._events.append(events)

@@ -40,6 +40,7 @@ class DistributedEndpoint(Endpoint):
             request.state = request.state, works[min(i, len(works) - 1)]
 
     def until_done(self, request: Request) -> None:
+        """As `Endpoint.until_done`; raises TimeoutError when it has waited too long."""
         if request.done:
             return
         if request.tensor is NO_TENSOR:  # an asynchronous collective, at which another thread works

@@ -62,6 +62,10 @@ class Dry:
         self.mode = _Fake(assume or {})
 
     def run(self, fn: Callable, args: tuple, kwargs: dict, rank: int) -> tuple[Any, Trace]:
+        """What fn(rank, *args, **kwargs) returns on this rank, and its messages.
+
+        Raises ValueError for a rank that the mesh has not, RankError for what `fn` raises.
+        """
         size = self.mesh.size
         if (rank := units.whole(rank, "rank")) >= size:
             raise ValueError(f"rank={rank} is none of {size}: use 0 … {size - 1}")
@@ -82,7 +86,8 @@ class DryComm(Comm):
     """A door behind which nobody is: what leaves is booked, what is to come is there."""
 
     def book(self, dst: int, sent: int, src: int, received: int, count: int) -> None:
-        """Write down `count` messages to rank dst and as many from rank src, as bytes in all."""
+        """Write down `count` messages to rank dst and as many from rank src, of so many bytes sent
+        and received in all."""
         if count:
             to, source = self.ranks[dst], self.ranks[src]
             event = Event(self._name or "", self.axis, to, sent, source, received, count)

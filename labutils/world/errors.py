@@ -185,7 +185,11 @@ def run_error(outcomes: Sequence[Outcome]) -> WorldError:
 
 
 def rank_error(rank: int, size: int, failure: Failure, head: str = "", tail: str = "") -> RankError:
-    """What a rank's program raised, where, and what else happened."""
+    """What a rank's program raised, where, and what else happened.
+
+    rank, size: which rank of how many
+    failure: what it raised, which stands between `head` and `tail`
+    """
     head = head or f"rank {rank} of {size} raised {failure.summary}"
     return RankError(f"{head}\n\n{failure}{tail}", rank, str(failure))
 

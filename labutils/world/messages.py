@@ -117,7 +117,8 @@ class Work:
         owner._pending[self] = None
 
     def wait(self) -> Any:
-        """The result: the received tensor, the collective's value, or None for a send."""
+        """The result: the received tensor, the collective's value, or None for a send. Raises what
+        went wrong with it."""
         self._owner._endpoint.wait(self._request)
         self._owner._pending.pop(self, None)
         if self._request.error is not None:
@@ -132,7 +133,8 @@ class Work:
 
     @property
     def span(self) -> tuple[float, float]:
-        """When a collective was under way: from and to, in seconds of `time.perf_counter`."""
+        """When a collective was under way: from and to, in seconds of `time.perf_counter`; a
+        RuntimeError before it has ended."""
         if self._request.span is None:
             remedy = "and only once it has ended: call wait() first"
             raise RuntimeError(f"only an asynchronous collective has a span, {remedy}")

@@ -180,6 +180,10 @@ class Processes:
         return [outcome.failure for outcome in outcomes if outcome.failure]
 
     def run(self, fn: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Trace]:
+        """What fn(rank, *args, **kwargs) returns on every rank, and their messages.
+
+        Raises TypeError for what cannot be sent to the ranks, and what happened on them.
+        """
         try:
             program = cloudpickle.dumps((fn, args, kwargs))
         except Exception as error:

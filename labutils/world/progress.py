@@ -32,7 +32,7 @@ class Progress:
         self.flag[0] = 1
 
     def publish(self, rank: int, state: int, looks: int, moved: int) -> None:
-        """Write what `rank` does."""
+        """Write what `rank` does: its state, its looks around in vain, and what it has moved."""
         self.rows[rank] = state, looks, moved
 
     def rests(self, rank: int) -> bool:

@@ -167,6 +167,8 @@ class Rank:
 
         Several axes are joined: `rank.comm("dp", "cp")` is named "dp_cp" and spans their product,
         in the order of rank numbers, whichever axis is named first.
+
+        Raises ValueError for axes that a mesh has not, or that cannot be joined.
         """
         unknown = [axis for axis in axes if axis not in COMM_AXES]
         if unknown and axes != (WORLD,):

@@ -76,7 +76,8 @@ def short_place() -> str:
 def create_memory(folder: str, size: int) -> BinaryIO:
     """What `size` ranks share: a file that they open by `open_memory` while it is open here.
 
-    It has slots for every pair, which take room once touched.
+    It has slots for every pair, which take room once touched. Raises RuntimeError where there is
+    no room for them.
     """
     path = os.path.join(folder, "memory")
     if hasattr(os, "memfd_create"):  # which no disk holds, and no limit on /dev/shm concerns
@@ -104,7 +105,11 @@ def open_memory(folder: str, size: int) -> Progress:
 def connect(
     folder: str, rank: int, size: int, barrier: Callable[[], None]
 ) -> dict[int, socket.socket]:
-    """A connection to each other rank: those above this one call, and say who they are."""
+    """A connection to each other rank: those above this one call, and say who they are.
+
+    folder: where the `size` ranks meet
+    barrier: returns when all of them have opened their door
+    """
     peers: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(os.path.join(folder, str(rank)))
@@ -144,7 +149,7 @@ class PeerLink:
         self.arrived = 0  # bytes
 
     def put(self, kind: int, run: int, channel: int, count: int, body: bytes = b"") -> None:
-        """Let a frame wait to leave."""
+        """Let a frame of this kind wait to leave: the run, the channel, a count, and a body."""
         self.outbox += _HEADER.pack(kind, channel, run, count) + body
 
 
@@ -230,6 +235,7 @@ class SocketEndpoint(Endpoint):
             self.recvs[key].append(request)
 
     def until_done(self, request: Request) -> None:
+        """As `Endpoint.until_done`. Raises what came in place of the message."""
         if not request.done:
             with self.lock:
                 self.waiting[request] = time.monotonic() + self.timeout

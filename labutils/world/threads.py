@@ -66,6 +66,7 @@ class Rendezvous(Endpoint):
                 request.wakeup.release()
 
     def until_done(self, request: Request) -> None:
+        """As `Endpoint.until_done`; raises Stopped, or TimeoutError after `timeout` seconds."""
         with self.changed:
             if request.done:
                 return

@@ -52,7 +52,8 @@ class Member:
         return self.groups[ranks]
 
     def run(self, number: int, fn: Callable, args: tuple, kwargs: dict) -> Outcome:
-        """How `fn` ends here in run `number`, with what it prints and warns of."""
+        """How fn(rank, *args, **kwargs) ends here in run `number`, with what it prints and warns
+        of."""
         self.endpoint.reset(number)
         rank = Rank(self.rank, self.mesh, self.endpoint, self.device, self.group)
         printed = Output()
@@ -91,6 +92,7 @@ def be_rank(
 
     timeout: how long this rank waits for the others, in seconds
     folder: where this world's ranks meet
+    commands, control: pipes, of programs and their outcomes, and of what may interrupt one
     """
     os.setsid()  # so that the kernel can end it with all that it starts
     if sys.platform == "linux":  # with the fork server, which ends with the kernel
