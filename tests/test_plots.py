@@ -105,10 +105,10 @@ GALLERY = {
     "bits of fp32": lambda: plots.bit_pattern(floats.FP32, floats.FP32.encode(0.1)),
     "bits of e2m1": lambda: plots.bit_pattern(floats.E2M1, 7),
     "number line": lambda: plots.number_line(
-        [floats.E4M3, floats.E5M2, floats.E2M1], low=-6, high=6, mark=2.7
+        [floats.E4M3, floats.E5M2, floats.E2M1], title="t", low=-6, high=6, mark=2.7
     ),
-    "dynamic range": lambda: plots.dynamic_range(FORMATS),
-    "relative error": lambda: plots.relative_error(FORMATS),
+    "dynamic range": lambda: plots.dynamic_range(FORMATS, title="t"),
+    "relative error": lambda: plots.relative_error(FORMATS, title="t"),
     "shared grids": lambda: plots.shared_grids(
         alone=([0.2, -0.5, 1.0], [0.25] * 3), in_groups=([0.2, -0.5, 4.0], [0.25, 0.25, 4.0])
     ),
@@ -135,6 +135,7 @@ GALLERY = {
     "a roofline": lambda: plots.roofline(
         {"A100": (312e12, 2e12), "laptop": (3e11, 4e10)},
         {"plain": (1e12, 4e10), "tiled": (1e12, 2e9), "close to it": (1e12, 2.4e9)},
+        title="t",
     ),
     "running sums": lambda: plots.running_sums(
         range(1, 101), fp16=range(1, 101), e2m1=[min(n, 4) for n in range(1, 101)]
@@ -147,7 +148,7 @@ GALLERY = {
     ),
     "a trade-off": lambda: plots.trade_off(checkpointing.frontier(CHAIN), marks=MARKS, once=18),
     "token weights": lambda: plots.token_weights([6, 2, 9]),
-    "plans": lambda: plots.plan_maps(TIMELINES),
+    "plans": lambda: plots.plan_maps(TIMELINES, title="t"),
     "overlap": lambda: plots.overlap(after_backward=timeline(True), during=timeline(False)),
     "gantt": lambda: plots.gantt(simulate(schedule.one_f_one_b(4, 8))),
     "gantt of several, in a row": lambda: plots.gantt(
@@ -159,6 +160,7 @@ GALLERY = {
     "a thin update": lambda: plots.low_rank(4096, 4096, 16),
     "an update of a flat matrix": lambda: plots.low_rank(256, 1024, 64),
     "who holds": lambda: plots.who_holds(
+        title="t",
         level_1=[occupancy(1, rank) for rank in range(4)],
         level_3=[occupancy(3, rank) for rank in range(4)],
     ),
@@ -332,7 +334,7 @@ BAD = {
         "scale=0.0 is not a power of two",
     ),
     "nothing held": (
-        lambda: plots.who_holds(level_1=[Occupancy((), 4, {"weights": 4}, {"forward": 0}, 1)]),
+        lambda: plots.who_holds(title="t", level_1=[Occupancy((), 4, {"weights": 4}, {"forward": 0}, 1)]),
         "no spans",
     ),
     "sums of two lengths": (

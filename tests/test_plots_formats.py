@@ -25,18 +25,18 @@ def test_bits_say_what_they_mean():
 
 
 def test_a_number_line_counts_values_and_says_where_a_number_lands():
-    picture = plots.number_line([E4M3, E2M1], low=0, high=8, mark=2.53)
+    picture = plots.number_line([E4M3, E2M1], title="t", low=0, high=8, mark=2.53)
     assert (
         "e2m1 has 8 values" in picture.alt
         and "2.53 lands on 2.5 in e4m3 and 3 in e2m1" in picture.alt
     )
     with pytest.raises(ValueError, match="up to 16 bits, fp32 has 32"):
-        plots.number_line([FP32])
+        plots.number_line([FP32], title="t")
 
 
 def test_range_and_error_give_the_limits():
-    assert "65,504" in plots.dynamic_range([FP16, BF16]).alt
-    assert "0.0625 from 0.01562 to 448" in plots.relative_error([E4M3]).alt
+    assert "65,504" in plots.dynamic_range([FP16, BF16], title="t").alt
+    assert "0.0625 from 0.01562 to 448" in plots.relative_error([E4M3], title="t").alt
 
 
 @pytest.mark.parametrize(

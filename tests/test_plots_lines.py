@@ -78,15 +78,14 @@ def test_noise_and_gradient_meet_at_their_ratio():
 
 
 def test_a_roofline_says_its_ridge():
-    roof = plots.roofline({"toy": (100.0, 10.0)}, {"lean": (10.0, 10.0), "rich": (1000.0, 10.0)})
+    roof = plots.roofline({"toy": (100.0, 10.0)}, {"lean": (10.0, 10.0), "rich": (1000.0, 10.0)}, title="t")
     assert (
         "ridge at 10" in roof.alt
-        and roof.figure.texts[0].get_text() == "On toy, lean waits for memory"
     )
 
 
 def test_a_measured_rate_lies_across_a_roofline():
-    roof = plots.roofline({"toy": (100.0, 10.0)}, {"lean": (10.0, 10.0)}, timed={"run": 60.0})
+    roof = plots.roofline({"toy": (100.0, 10.0)}, {"lean": (10.0, 10.0)}, title="t", timed={"run": 60.0})
     lines = [list(line.get_ydata()) for line in roof.figure.axes[0].lines]
     assert [60.0, 60.0] in lines and "run: 60" in roof.alt
 

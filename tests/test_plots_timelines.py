@@ -99,7 +99,7 @@ def test_the_step_ends_with_the_last_rank():
 
 
 def test_a_map_tells_evaluations_and_values_of_every_plan():
-    picture = plots.plan_maps(TIMELINES)
+    picture = plots.plan_maps(TIMELINES, title="t")
     for plan in PLANS:
         most = max(len(state.values) for state in plan.states)
         assert (

@@ -89,7 +89,7 @@ def test_at_level_3_at_most_two_units_are_whole(levels):
 
 
 def test_the_figure_tells_the_peaks(levels):
-    picture = plots.who_holds(level_1=[o for o, _ in levels[1]], level_3=[o for o, _ in levels[3]])
+    picture = plots.who_holds(title="t", level_1=[o for o, _ in levels[1]], level_3=[o for o, _ in levels[3]])
     assert (
         "level 1: at most 1.32 kB on rank 0" in picture.alt
         and "everything would be 2.11 kB" in picture.alt

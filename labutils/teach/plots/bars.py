@@ -280,7 +280,7 @@ def _sent_finding(sent: Mapping[str, Mapping[int, int]]) -> str:
 
 
 @style.drawn
-def token_weights(counts: Sequence[int], *, title: str | None = None) -> Picture:
+def token_weights(counts: Sequence[int]) -> Picture:
     """How much one token of each micro-batch counts in a mean of means, against a mean over tokens.
 
     The micro-batches have `counts` tokens.
@@ -290,7 +290,7 @@ def token_weights(counts: Sequence[int], *, title: str | None = None) -> Picture
     ratio = style.times(max(weights) / min(weights))
     finding = f"In a mean of means, a token of the shortest micro-batch counts {ratio}"
     _, axes = style.canvas(
-        title or f"{finding} one of the longest",
+        f"{finding} one of the longest",
         height=2.0,
         left=0.6,
         right=0.9,
@@ -320,9 +320,7 @@ def token_weights(counts: Sequence[int], *, title: str | None = None) -> Picture
 
 
 @style.drawn
-def visits(
-    counts: Sequence[Sequence[int]], *, names: Sequence[str] = (), title: str | None = None
-) -> Picture:
+def visits(counts: Sequence[Sequence[int]], *, names: Sequence[str] = ()) -> Picture:
     """Who visits whom: a row for each rank's tokens, a column for each expert, and under it a bar
     of all that it computes. Visits that stay on their rank are hatched.
 
@@ -334,7 +332,7 @@ def visits(
     mean, most = sum(load) / E, max(load)
     finding = f"The busiest expert gets {style.times(most / mean)} the mean"
     _, axes = style.canvas(
-        title or finding,
+        finding,
         height=0.3 * n + 1.25,
         left=max(map(style.width_of, ("all ranks", *names))) + 0.2,
         right=style.width_of("mean 0000") + 0.15,

@@ -15,11 +15,11 @@ from labutils.teach.plots.picture import Picture
 
 
 @style.drawn
-def bit_pattern(fmt: FloatFormat, code: int, *, title: str | None = None) -> Picture:
+def bit_pattern(fmt: FloatFormat, code: int) -> Picture:
     """The bits of one code, field by field, and what each field says about the value."""
     digits = fmt.bit_string(code)
     _, axes = style.canvas(
-        title or f"{fmt.name} {digits} is {_number(fmt.decode(code))}",
+        f"{fmt.name} {digits} is {_number(fmt.decode(code))}",
         height=1.25,
         left=0.1,
         right=0.1,
@@ -78,10 +78,10 @@ def _meaning(fmt: FloatFormat, code: int) -> str:
 def number_line(
     formats: Sequence[FloatFormat],
     *,
+    title: str,
     low: float | None = None,
     high: float | None = None,
     mark: float | None = None,
-    title: str | None = None,
 ) -> Picture:
     """A row for each format with a tick at every value it has between `low` and `high`.
 
@@ -92,8 +92,7 @@ def number_line(
     values = {fmt: _between(fmt, low, high) for fmt in formats}
     counts = {fmt.name: f"{fmt.name} has {len(found):,} values" for fmt, found in values.items()}
     _, axes = style.canvas(
-        title
-        or f"Between {_number(low)} and {_number(high)}, {style.listed(list(counts.values()))}",
+        title,
         height=0.5 * len(formats),
         left=style.widest(counts, "bold") + 0.2,
         right=0.95 if mark is not None else 0.3,
@@ -146,20 +145,15 @@ def _landing(axes: Axes, mark: float, colors: Mapping[FloatFormat, str]) -> None
 
 
 @style.drawn
-def dynamic_range(formats: Sequence[FloatFormat], *, title: str | None = None) -> Picture:
+def dynamic_range(formats: Sequence[FloatFormat], *, title: str) -> Picture:
     """A bar for each format from its smallest to its largest positive value, in powers of two.
 
     The subnormal part is hollow.
     """
     reach = {fmt: _reach(fmt) for fmt in formats}
-    span = {fmt: largest - smallest for fmt, (smallest, _, largest) in reach.items()}
-    widest, narrowest = max(span, key=span.__getitem__), min(span, key=span.__getitem__)
-    finding = f"{widest.name} spans {span[widest]:.0f} powers of two"
-    if widest is not narrowest:
-        finding += f", {narrowest.name} only {span[narrowest]:.0f}"
     names = [fmt.name for fmt in formats]
     _, axes = style.canvas(
-        title or finding,
+        title,
         height=0.4 * len(formats),
         left=style.widest(names, "bold") + 0.2,
         top=0.28,
@@ -210,16 +204,14 @@ def _powers_of_two(axis: Axis) -> None:
 
 
 @style.drawn
-def relative_error(formats: Sequence[FloatFormat], *, title: str | None = None) -> Picture:
+def relative_error(formats: Sequence[FloatFormat], *, title: str) -> Picture:
     """The largest relative error of rounding to nearest, against the magnitude of the number.
 
     Flat where values are normal, lost at both ends.
     """
-    best = min(formats, key=lambda fmt: fmt.eps)
-    error = f"at most {_number(best.eps / 2)} of the number, wherever its values are normal"
     colors = {_error_label(fmt): style.SERIES[i % 8] for i, fmt in enumerate(formats)}
     _, axes = style.canvas(
-        title or f"Rounding to {best.name} errs by {error}",
+        title,
         left=0.85,
         right=style.widest(colors, "bold") + 0.3,
         top=0.1,
@@ -365,9 +357,7 @@ def _number(value: float) -> str:
 
 
 @style.drawn
-def shared_grids(
-    *, title: str | None = None, **rows: tuple[Sequence[float], Sequence[float]]
-) -> Picture:
+def shared_grids(**rows: tuple[Sequence[float], Sequence[float]]) -> Picture:
     """A row for each (numbers, steps): the values that the numbers may take as ticks, and a filled
     marker for each number where it lands.
 
@@ -376,7 +366,7 @@ def shared_grids(
     rows = style.spaced(rows)
     most = max(max(map(abs, numbers)) for numbers, _ in rows.values())
     _, axes = style.canvas(
-        title or _grids_finding(rows),
+        _grids_finding(rows),
         height=0.62 * len(rows),
         left=style.widest(rows, "bold") + 0.2,
         right=0.3,

@@ -284,7 +284,6 @@ def gradient_noise(
     *,
     noise: float,
     signal: float,
-    title: str | None = None,
 ) -> Picture:
     """Squared distance of a batch's gradient from the full one, against the batch size.
 
@@ -297,7 +296,7 @@ def gradient_noise(
     even = noise / signal
     long = f"at about {even:.2g} sequences it is as long as the gradient"
     _, axes = style.canvas(
-        title or f"Twice the batch, half the noise; {long}",
+        f"Twice the batch, half the noise; {long}",
         xlabel="batch size in sequences",
         ylabel="squared length",
         left=0.9,
@@ -337,8 +336,8 @@ def roofline(
     roofs: Mapping[str, tuple[float, float]],
     points: Mapping[str, tuple[float, float]],
     *,
+    title: str,
     timed: Mapping[str, float] | None = None,
-    title: str | None = None,
 ) -> Picture:
     """What a device can do against FLOPs per byte.
 
@@ -351,11 +350,9 @@ def roofline(
     ridges = {name: peak / bw for name, (peak, bw) in roofs.items()}
     low = min(*intensity.values(), *ridges.values()) / 4
     high = max(*intensity.values(), *ridges.values()) * 4
-    below = [name for name, x in intensity.items() if x < ridges[first]]
-    waiting = f"{style.listed(below or ['nothing here'])} wait{'s' * (len(below) < 2)} for memory"
     colors = style.series_colors(roofs)
     _, axes = style.canvas(
-        title or f"On {first}, {waiting}",
+        title,
         height=2.7,
         left=1.2,
         right=style.widest(roofs, "bold") + 0.3,
@@ -421,7 +418,6 @@ def trade_off(
     marks: Mapping[str, tuple[float, float]] | None = None,
     once: float,
     guess: tuple[float, float] | None = None,
-    title: str | None = None,
 ) -> Picture:
     """Peak bytes against work: the best trades as a staircase, other plans as filled markers.
 
@@ -433,8 +429,8 @@ def trade_off(
     every = [*trades, *plans.values()]
     factor, unit = style.scale(max(nbytes for nbytes, _ in every), "B")
     axis: style.Look = {"xlabel": f"most held after any step ({unit})", "ylabel": "forward passes"}
-    title = title or _trade_finding(trades, once)
-    _, axes = style.canvas(title, height=2.6, left=0.6, right=0.3, top=0.15, **axis)
+    finding = _trade_finding(trades, once)
+    _, axes = style.canvas(finding, height=2.6, left=0.6, right=0.3, top=0.15, **axis)
     xs, ys = [nbytes / factor for nbytes, _ in trades], [cost / once for _, cost in trades]
     right = max(nbytes for nbytes, _ in every) / factor * 1.06
     axes.step([*xs, right], [*ys, ys[-1]], where="post", color=style.INK)

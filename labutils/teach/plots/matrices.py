@@ -6,12 +6,12 @@ from labutils.teach.plots.picture import Picture
 
 
 @style.drawn
-def low_rank(d: int, k: int, r: int, *, title: str | None = None) -> Picture:
+def low_rank(d: int, k: int, r: int) -> Picture:
     """A frozen weight W[d, k], and B[d, r] and A[r, k], which are trained beside it, all to one
     scale. What is thinner than a line is drawn as a line."""
     d, k, r = (units.whole(size, name, 1) for size, name in ((d, "d"), (k, "k"), (r, "r")))
     share = r * (d + k) / (d * k)
-    found = title or f"A and B have {share:.2%} of the numbers of W"
+    found = f"A and B have {share:.2%} of the numbers of W"
     height = 1.85
     _, axes = style.canvas(found, height=height, left=0.1, right=0.1, top=0.0, bottom=0.1)
     width, tall = style.inches(axes)

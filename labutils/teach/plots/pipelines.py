@@ -80,7 +80,6 @@ def gantt(
     barrier: bool = True,
     ahead: float = 1.0,
     unit: str = "",
-    title: str | None = None,
     **named: PipelineRun,
 ) -> Picture:
     """Steps of pipeline schedules on one clock: a row for each rank, what it holds under it.
@@ -103,7 +102,7 @@ def gantt(
     if any(any(run.updates) for run in shown.values()):
         entries.insert(-1, ("O: optimizer's update", _UPDATE, ""))
     _, axes = style.canvas(
-        title or _finding(shown, barrier),
+        _finding(shown, barrier),
         height=sum(tops),
         left=style.width_of("rank 00") + 0.2,
         right=style.width_of("holds 5.75") + 0.15,

@@ -240,7 +240,7 @@ def _overlap_finding(timelines: Mapping[str, Timeline], per: str) -> str:
 
 
 @style.drawn
-def messages(trace: Trace, *, title: str | None = None) -> Picture:
+def messages(trace: Trace) -> Picture:
     """Who sends to whom, when: a row for each rank, an arrow for each message; time in steps.
 
     An arrow is thicker for more bytes.
@@ -251,7 +251,7 @@ def messages(trace: Trace, *, title: str | None = None) -> Picture:
     most = max(message.nbytes for message in trace.messages) or 1
     amounts = {"sent": trace.sent.by("rank"), "received": trace.received.by("rank")}
     _, axes = style.canvas(
-        title or _messages_finding(trace),
+        _messages_finding(trace),
         height=max(1.0, 0.42 * size),
         right=1.65,
         top=0.3,
@@ -314,9 +314,7 @@ _WORK = {
 
 
 @style.drawn
-def plan_maps(
-    plans: Mapping[str, Timeline], *, until: int | None = None, title: str | None = None
-) -> Picture:
+def plan_maps(plans: Mapping[str, Timeline], *, title: str, until: int | None = None) -> Picture:
     """Checkpointing plans on one clock, a row each.
 
     A cell for every computation (stage upwards, time to the right) and a line for every value while
@@ -329,11 +327,10 @@ def plan_maps(
         for name, plan in plans.items()
     ]
     notes = [f"{evaluations} evaluations\n{values} values held" for evaluations, values in counts]
-    findings = [f"{evaluations} evaluations with {values} values" for evaluations, values in counts]
     names = ["\n".join(style.wrapped(name, 1.2)) for name in plans]
     row, gap = max(0.55, (0.055 if len(plans) > 1 else 0.14) * n), 0.22
     _, axes = style.canvas(
-        title or f"{n} stages: {style.listed(findings)}",
+        title,
         height=len(plans) * (row + gap) - gap,
         left=style.widest("\n".join(names).split("\n")) + 0.3,
         right=style.widest("\n".join(notes).split("\n")) + 0.2,
@@ -390,7 +387,7 @@ def most_values(plan: Timeline) -> int:
 
 
 @style.drawn
-def who_holds(*, title: str | None = None, **levels: Sequence[Occupancy]) -> Picture:
+def who_holds(*, title: str, **levels: Sequence[Occupancy]) -> Picture:
     """A cell for each rank (row) and level of ZeRO (column): painted is what the rank holds.
 
     Elements upwards, the step from left to right. The height of a component stands for its bytes,
@@ -405,7 +402,6 @@ def who_holds(*, title: str | None = None, **levels: Sequence[Occupancy]) -> Pic
     width = (style.WIDE - left - right - gap * (len(levels) - 1)) / len(levels)
     height = size * cell + (size - 1) * gap
     shares = {name: max(held.peak for held in at) / at[0].whole for name, at in levels.items()}
-    title = title or _holding_finding(shares)
     _, axes = style.canvas(title, height=height, left=left, right=right, top=0.62, bottom=0.26)
     axes.set(xlim=(0, style.WIDE - left - right), ylim=(height, 0))
     axes.axis("off")
@@ -472,14 +468,3 @@ def _share(held: Occupancy, operation: float) -> float:
         if operation <= after:
             return (k + (operation - first) / max(1, after - first)) / len(held.phases)
     return 1.0
-
-
-def _holding_finding(shares: Mapping[str, float]) -> str:
-    most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
-    if len(shares) == 1:
-        everything = "all weights, gradients and optimizer state"
-        return f"At {most} a rank never holds more than {shares[most]:.0%} of {everything}"
-    return (
-        f"Painted is what a rank holds: {shares[most]:.0%} of everything at {most}, "
-        f"never more than {shares[least]:.0%} at {least}"
-    )
