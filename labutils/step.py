@@ -470,8 +470,7 @@ def check_plan(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> None:
 
 def _reasons(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Iterator[tuple[bool, str, str]]:
     """Whether something is wrong, why, and what to do."""
-    plan, ring = schedule_of(train, mesh), train.attention not in ATTEND
-    full, apart = train.zero == 3, mesh.pp > 1
+    ring = train.attention not in ATTEND
     yield (
         mesh.cp > 1 and not ring,
         f"attention={train.attention!r} sees the tokens of one rank, and cp={mesh.cp}",
@@ -497,27 +496,8 @@ def _reasons(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Iterator[tup
         f"ep={mesh.ep} spreads experts, and the model has none",
         "set ep=1 or num_experts",
     )
-    yield (
-        full and plan.split,
-        f"{plan.name} splits backward passes, and zero=3 gathers weights for whole ones",
-        "set zero=2, or schedule='one_f_one_b'",
-    )
-    yield (
-        full and apart and model.tied,
-        "zero=3 cuts a tied embedding differently in the first and the last stage",
-        "set zero=2, or build the model with tied=False",
-    )
-    yield (
-        full and mesh.ep > 1,
-        f"zero=3 shares all weights of a layer over dp, and ep={mesh.ep} has experts apart",
-        "set zero=2",
-    )
+    yield from _reasons_of_zero(model, train, mesh)
     packed = train.adapters is not None and train.adapters.base == "nf4"
-    yield (
-        full and packed,
-        "zero=3 gathers weights of one dtype, and a layer in nf4 has two",
-        "set zero=2, or adapters with base=''",
-    )
     yield (
         train.fp8 is not None and packed,
         f"fp8={train.fp8!r} finds no layer of a block whose weight is not in nf4",
@@ -527,4 +507,31 @@ def _reasons(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Iterator[tup
         mesh.tp > 1 and packed,
         f"a weight in nf4 is no matrix of numbers that tp={mesh.tp} could cut",
         "give adapters with base=''",
+    )
+
+
+def _reasons_of_zero(
+    model: ModelConfig, train: TrainConfig, mesh: Mesh
+) -> Iterator[tuple[bool, str, str]]:
+    """The same, of what ZeRO shares out."""
+    plan, full = schedule_of(train, mesh), train.zero == 3
+    yield (
+        full and plan.split,
+        f"{plan.name} splits backward passes, and zero=3 gathers weights for whole ones",
+        "set zero=2, or schedule='one_f_one_b'",
+    )
+    yield (
+        full and mesh.pp > 1 and model.tied,
+        "zero=3 cuts a tied embedding differently in the first and the last stage",
+        "set zero=2, or build the model with tied=False",
+    )
+    yield (
+        full and mesh.ep > 1,
+        f"zero=3 shares all weights of a layer over dp, and ep={mesh.ep} has experts apart",
+        "set zero=2",
+    )
+    yield (
+        full and train.adapters is not None and train.adapters.base == "nf4",
+        "zero=3 gathers weights of one dtype, and a layer in nf4 has two",
+        "set zero=2, or adapters with base=''",
     )

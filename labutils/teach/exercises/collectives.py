@@ -121,16 +121,21 @@ def _diagnose(n: int, length: int, results: list[Tensor]) -> None:
             "That is a reduce-scatter, the first half. Pass the finished pieces on for N − 1 more "
             "hops, without adding.",
         )
-    place, count = next((j, count) for j, count in enumerate(counts[rank]) if count != [1] * n)
+    place = next(j for j, count in enumerate(counts[rank]) if count != [1] * n)
     off = abs(results[rank][place] - total).item() / total
+    _misplaced(f"{case}: element {place} on rank {rank}", counts[rank][place], off)
+
+
+def _misplaced(where: str, count: list[int], off: float) -> None:
+    """Raise Failed for an element that is `off` by so much, and has each rank's so many times."""
     if off < 2**-7:
         raise Failed(
-            f"{case}: element {place} on rank {rank} is off by {off:.1e} of itself",
+            f"{where} is off by {off:.1e} of itself",
             "That is rounding: what travels, and the sum, must have the dtype of x.",
         )
     told = ", ".join(f"rank {k} {times}×" for k, times in enumerate(count))
     raise Failed(
-        f"{case}: element {place} on rank {rank} holds {told}; each should be there once",
+        f"{where} holds {told}; each should be there once",
         "In a hop, the piece that you give must be the one that you received (and added to) "
         "in the hop before: check the two piece numbers for an off-by-one.",
     )
