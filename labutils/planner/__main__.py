@@ -208,7 +208,7 @@ def details(estimate: Estimate) -> Iterator[str]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the command; the exit status."""
+    """Runs the command; the exit status, which is not 0 after an error that it has printed."""
     shell = options()
     given = shell.parse_args(words)
     if given.export and given.json:

@@ -71,6 +71,7 @@ def climb(job: Job, ask: Ask, start: Plan, recompute: Sequence[int] = ALL) -> li
     """The plans from `start` to one that no single change makes better: each is the best change of
     the one before it.
 
+    job: what is to be trained, and where
     ask: what a plan takes and holds
     recompute: which recomputation it may choose
     """

@@ -116,6 +116,9 @@ def copy(model: ModelConfig, plan: Plan, engine: str = "processes", ranks: int =
     """A step of every rank of the scaled-down copy. Messages are paired: none is on its way while a
     rank is asked what it holds.
 
+    model, plan: what is scaled down, to so many `ranks`
+    engine: of the `World` on which the copy runs
+
     Real tokens do not visit experts as evenly as a dry run's: fullest moments may differ then.
 
     Cost: about ten seconds for eight processes.

@@ -187,6 +187,7 @@ def critical_path(
     longest: that rank's micro-batches one after another, its waits for those behind it, and a pass
     of those before it.
 
+    rates: seconds of a unit of each kind of work
     cluster: whose links between nodes slow what leaves a node; None: all is one node
     at: `stages.places` of the plan, if they are known
     stack: who recomputes: the course's code ends before the last product of a dense layer, or the
@@ -333,6 +334,7 @@ def calibrate(
     """The rates under which the runs are likeliest, beginning with usual shares of the data sheet:
     log-normal priors, and steps that are measured to 2.5 %.
 
+    device, cluster: on which they were measured
     prior: what to begin with instead
     only: the rates that are fitted; the others stay as they begin
 
@@ -369,7 +371,7 @@ def work_of(run: MeasuredStep, rates: Rates) -> np.ndarray:
 
 
 def fit_rates(work_: Any, seconds: Any, usual: Any, unsure: Any = UNSURE) -> np.ndarray:
-    """Seconds that a unit of each kind of work takes [kinds], from the work [runs, kinds] and the
+    """Seconds that a unit of each kind of work takes [kinds], from work_ [runs, kinds] and the
     seconds [runs] of some runs: the most likely, if a run is measured to 2.5 % and the `usual`
     seconds are right to the share `unsure`.
 

@@ -56,7 +56,9 @@ def configure(
 ) -> Recipe:
     """A configuration for a batch of about `target` tokens on `gpus` devices, found step by step.
 
-    fits: whether that many sequences fit on one device beside everything else
+    seq_len: tokens of a sequence
+    fits: whether that many sequences fit on one device beside everything else; ValueError where not
+        even one does
 
     >>> recipe = configure(target=4_194_304, seq_len=4096, gpus=128, fits=lambda b: b <= 2)
     >>> train = recipe.train

@@ -58,7 +58,8 @@ class Place:
 
 @functools.lru_cache(maxsize=1024)
 def rank_layers(model: ModelConfig, pp: int, chunks: int, even: bool) -> np.ndarray:
-    """Layers without and with experts of each chunk of each rank of a pipeline [pp, chunks, 2]."""
+    """Layers without and with experts of each chunk of each rank of a pipeline [pp, chunks, 2];
+    `even`, each chunk has as many, whatever embedding and head take."""
     layers = np.array(work.stage_layers(model, pp * chunks, even))
     begin = np.cumsum(layers) - layers
     plain = np.clip(work.shape(model).num_plain - begin, 0, layers)
@@ -155,7 +156,8 @@ def held_weights(model: ModelConfig, p: Plan, at: Place) -> tuple[Numbers, Numbe
 
 def stage_states(model: ModelConfig, p: Plan, at: Place, copies: Numbers = 1) -> dict[str, Numbers]:
     """Bytes of weights in bf16, gradients in fp32, and Adam's moments with a master copy in fp32,
-    each cut as the level of ZeRO says; experts over dp · cp / ep, times `copies`."""
+    each cut as the level of ZeRO says; experts over dp · cp / ep, times `copies`. Of the ranks
+    `at` their places."""
     alike = p.replicas, p.replicas / p.ep * copies
     dense, expert = held_weights(model, p, at)
     found = {}
@@ -348,14 +350,14 @@ def _kept(model: ModelConfig, p: Plan, again: str) -> dict[str, Numbers]:
 
 
 def bytes_of(model: ModelConfig, p: Plan, stack: str, at: Place) -> np.ndarray:
-    """Bytes of these ranks at their fullest [ranks, plans]."""
+    """Bytes of these ranks at their fullest [ranks, plans], as a stack holds them."""
     return sum(
         {"course": held_by_course, "megatron": held_by_megatron}[stack](model, p, at).values()
     )
 
 
 def ledger(model: ModelConfig, plan: Plan, rank: int = 0, stack: str = "megatron") -> Ledger:
-    """What a rank of the pipeline holds at its fullest moment: a line in bytes for each name.
+    """What a rank of a plan's pipeline holds at its fullest moment: a line in bytes for each name.
 
     Raises ValueError: for a stack that there is not, or a rank.
     """

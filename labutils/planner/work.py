@@ -384,10 +384,12 @@ def message(model: ModelConfig, p: Plan) -> np.ndarray:
 
 
 def update(model: ModelConfig, p: Plan, dense: Numbers, expert: Numbers) -> np.ndarray:
-    """Work of a step that is no micro-batch's, of a rank with so many weights outside of experts
-    and in them, which ranks of tp have alike: gradients reduced, Adam, weights gathered. Levels 2
+    """Work of a step that is no micro-batch's: gradients reduced, Adam, weights gathered. Levels 2
     and 3 of ZeRO reduce in every backward pass, and level 3 gathers before every pass: that is in
-    `sharded`."""
+    `sharded`.
+
+    dense, expert: weights of the rank outside of experts, and in them, which ranks of tp have alike
+    """
     memory, kernels, sent = 0.0, 0.0, 0.0
     back = where(p.zero == 0, p.gradient_bytes, BF16_BYTES * (p.zero < 3))
     each = p.gradient_bytes * (p.zero < 2) + back
@@ -404,7 +406,7 @@ def sent_beside(
 ) -> np.ndarray:
     """What is sent while a micro-batch is computed, of a rank with so many weights and layers: by
     levels 2 and 3 of ZeRO, round the ring of attention (keys and values forward, with their
-    gradients backward), and so many `message`s between chunks."""
+    gradients backward), and so many `messages` between chunks."""
     known = shape(model).letters
     pairs = 2 * rank_tokens(model, p) * 2 * known["g"] * known["d"] / p.tp * (p.cp - 1)
     ring = 3 * pairs * layers * (1 - ulysses(model, p))
@@ -414,8 +416,10 @@ def sent_beside(
 
 
 def weights(model: ModelConfig, p: Plan, plain: Numbers, sparse: Numbers) -> tuple:
-    """Weights of a rank with so many layers without and with experts: outside of experts, in them;
-    embedding and head aside."""
+    """Weights of a rank outside of experts, and in them, embedding and head aside.
+
+    plain, sparse: its layers without experts, and with them
+    """
     known, t = shape(model), p.tp
     one, other = (
         (size.split + size.biases) / t + (size.whole + size.norms)
