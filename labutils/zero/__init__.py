@@ -25,9 +25,3 @@ from labutils.zero.predict import model_states, volume
 from labutils.zero.reducer import Reducer
 from labutils.zero.sharded import ParamGroup, Sharded, gathered, shard
 from labutils.zero.snapshot import SnapshotError, load, save
-
-__all__ = [
-    "FlatParameter", "Optimizer", "ParamGroup", "Partition", "Reducer", "Sharded", "SnapshotError",
-    "clip_grad_norm", "gathered", "load", "model_states", "partition", "save",
-    "shard", "step_timeline", "unit_order", "volume",
-]  # fmt: skip
