@@ -107,6 +107,11 @@ def _rank_0_speaks(x: Tensor, up: Any, down: Any, comm: Any) -> Tensor:
     return tensor_parallel.reduce_from(y * (comm.rank == 0), comm) + down.bias
 
 
+def _forgotten(x: Tensor, up: Any, down: Any, comm: Any) -> Tensor:
+    """All but the bias of the sum."""
+    return _columns_of(x, up, down, comm) - down.bias
+
+
 # ── a loss from shares ────────────────────────────────────────────────────────────────────────────
 
 
@@ -168,6 +173,11 @@ def _by_hand(
 
 def _hand(**slips):
     return functools.partial(_by_hand, **slips)
+
+
+def _divided(logits, targets, comm):
+    """The right loss, divided by the number of ranks as replicas do."""
+    return tensor_parallel.cross_entropy(logits, targets, comm) / comm.size
 
 
 def _mean_of_losses(logits: Tensor, targets: Tensor, comm: Any) -> Tensor:
@@ -258,6 +268,7 @@ def _summed_weights(x: Tensor, norm: Any, up: Any, down: Any, comm: Any) -> Tens
 
 WRONG = {
     "tensor_parallel/feed-forward": (
+        Wrong("a bias that nobody adds", _forgotten, "the output", "Nobody adds it"),
         Wrong(
             "slices the activation",
             _columns(cut="activations"),
@@ -333,6 +344,7 @@ WRONG = {
         Wrong("a maximum of its words", _hand(local_max=True), "the loss", "same number"),
         Wrong("no shift", _hand(shift=False), "large logits", "exp(1000) is inf"),
         Wrong("a word too far", _hand(off=1), "the loss", "which one rank has"),
+        Wrong("a mean over ranks, too", _divided, "the loss", "no mean over ranks"),
         Wrong("a mean of losses", _mean_of_losses, "the loss", "same number subtracted"),
         Wrong("gathers the logits", _gathered, "bytes sent", "Are logits gathered?"),
         Wrong(

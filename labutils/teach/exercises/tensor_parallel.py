@@ -192,6 +192,9 @@ def _output(attempt: Callable, normed: bool) -> str:
                     else f"{where}, and nothing is sent",
                     "Each rank has a part of the sum over f: the ranks must add their parts up.",
                 )
+            if _near(-off, bias.expand_as(off)):
+                once = "Nobody adds it. Add it once, after the sum."
+                raise Failed(f"{where} by the bias of `down`", once)
             raise Failed(
                 where,
                 "`up` is cut by its outputs (rows of its weight, and its bias), `down` by its "
@@ -377,6 +380,12 @@ def _loss_value(attempt: Callable) -> str:
                 if _near(loss / _S, seen.right):
                     many = f"{seen.case}: the loss on rank {i} is {_S} times too large"
                     raise Failed(many, f"It is the sum over {_S} tokens: return their mean.")
+                if n > 1 and _near(loss * n, seen.right):
+                    raise Failed(
+                        f"{seen.case}: the loss on rank {i} is {n} times too small",
+                        "All ranks have the same tokens, and other words: each has the whole loss, "
+                        "and there is no mean over ranks.",
+                    )
                 raise Failed(
                     f"{seen.case}: the loss on rank {i} is {loss - seen.right:+.2g} off",
                     "This is the softmax over the rank's own words. Its denominator is a sum over "
