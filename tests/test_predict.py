@@ -120,19 +120,39 @@ def test_so_it_does_where_many_settings_meet(names, given):
         assert rehearsed(plan.model, plan.train, plan.mesh, rank) == (0, 0)
 
 
-def test_a_rank_of_llama_405b():
-    """2n, 4n and 12n/128 bytes of states with fp32 gradients at level 1; what its ranks send."""
-    mesh = Mesh(pp=16, dp=128, tp=8)
+def llama(m):
+    """Llama 3.1 405B on 16,384 ranks, with m micro-batches."""
     train = TrainConfig(
-        micro_batch=1, global_batch=2048, fp32_gradients=True, zero=1, sequence=True,
+        micro_batch=1, global_batch=128 * m, fp32_gradients=True, zero=1, sequence=True,
         attention="sdpa",
     )  # fmt: skip
-    model = replace(LLAMA, seq_len=8192)
+    return replace(LLAMA, seq_len=8192), train, Mesh(pp=16, dp=128, tp=8)
+
+
+def test_a_rank_of_llama_405b():
+    """2n, 4n and 12n/128 bytes of states with fp32 gradients at level 1; what its ranks send."""
+    model, train, mesh = llama(16)
     assert predict.sent(model, train, mesh).total == 289_302_246_920
     held = predict.states(model, train, mesh).by("component")
     numbers = held["gradients"] // 4  # padded, as weights are
     assert (held["weights"], numbers) == (2 * numbers, 3_052_109_824)
     assert held["optimizer"] == 12 * numbers // 128 + 228
+
+
+@pytest.mark.parametrize(("stage", "m"), [(0, 16), (1, 2), (8, 2), (15, 2)])
+def test_a_dry_run_of_llama_405b_is_what_the_formulas_say(stage, m):
+    """All layers of a rank of the first, second, a middle and the last stage. What it costs is
+    counted in moments, which no busy machine slows down: as many for each further micro-batch."""
+    plan = *llama(m), 1024 * stage
+    assert rehearsed(*plan) == (0, 0)
+    formula, dry = activations_both_ways(*plan)
+    assert formula == dry
+    history = rehearsal(*plan).history
+    assert len(history.moments) < 2000 * m
+    if m == 16:
+        tokens = 16 * 2 * 8192 * 8  # of 16 micro-batches, and as many targets
+        assert sum(x.amount for x in history.peak.ledger if x.name == BATCH) == tokens
+        assert history.peak.ledger.total == 111_332_103_396 + tokens // 2  # targets are others
 
 
 def test_what_does_not_go_together_is_refused():
