@@ -30,6 +30,12 @@ def _of_the_lab(plan: Plan, layers: Sequence, weights: Mapping, tokens: int, kep
     return states + plan.pp * each * kept * tokens / plan.tp
 
 
+def _one_end(plan: Plan, layers: Sequence, weights: Mapping, tokens: int, kept: int) -> float:
+    """The head, unless a stage has the embedding."""
+    rest = weights if plan.pp > 1 else {**weights, "head": 0}
+    return _fullest()(plan, layers, rest, tokens, kept)
+
+
 def _unsharded(plan: Plan, layers: Sequence, weights: Mapping, tokens: int, kept: int) -> float:
     """18 bytes for every weight of the rank."""
     return _fullest()(plan, layers, weights, tokens, kept) * 1.5
@@ -172,6 +178,8 @@ WRONG = {
         Wrong("no cp at all", _fullest("cp"), "context parallelism", "tokens / cp"),
         Wrong("optimizer over dp", _fullest("optimizer"), "context parallelism", "dp · cp"),
         Wrong("no embedding, no head", _fullest("ends"), "one stage", "the head"),
+        Wrong("one end of one stage", _one_end, "one stage", "has both"),
+        Wrong("ends swapped", _fullest("swapped"), "uneven stages", "the last one that has"),
         Wrong("18 bytes everywhere", _unsharded, "one stage", "12 B shared"),
         Wrong("whole on ranks of tp", _no_sp, "one stage", "activations as kept"),
         Wrong("the mean", _fullest(of=_mean), "the fullest stage", "mean of the stages"),
