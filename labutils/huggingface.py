@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from labutils import units
 from labutils.config import ModelConfig
 from labutils.model import GPT, ROPE_BASE
 
@@ -101,7 +102,13 @@ def to_hf(folder: str | os.PathLike, model: ModelConfig, weights: Weights) -> No
     weights: those of a GPT by name, as `named_parameters` has them, or a file of `zero.save`:
         states of an optimizer in it are left out
     """
+    units.instance(weights, Mapping, "to_hf")
     own = {name: w for name, w in weights.items() if "/" not in name}
+    with torch.device("meta"):
+        whole = {name: weight.shape for name, weight in GPT(model).named_parameters()}
+    for name, shape in whole.items():
+        if name not in own or own[name].shape != shape:
+            raise ValueError(f"no {name} of shape {tuple(shape)}: give all weights of this config")
     found: dict[str, list[Tensor]] = {}
     for name, theirs, _, turned in _renamed(model, own):
         if not (model.tied and name == "head.weight"):

@@ -84,6 +84,8 @@ def build(
 
 def schedule_of(train: TrainConfig, mesh: Mesh) -> schedule.Schedule:
     """The schedule of a step; on one stage micro-batches come one after the other."""
+    units.instance(train, TrainConfig, "a step")
+    units.instance(mesh, Mesh, "a step")
     if not isinstance(plan := train.schedule, str):
         units.instance(plan, schedule.Schedule, "TrainConfig.schedule")
         _require_fit(plan, train, mesh)
@@ -252,11 +254,16 @@ class RankStep:
         """This rank's micro-batches of a global batch: the rows of its place on dp, and of these
         the tokens of its place on cp.
 
-        Raises ValueError for another number of sequences than global_batch.
+        Raises ValueError for another number of sequences than global_batch, or of targets.
         """
         batch = self.train.global_batch
+        for side in (tokens, targets):
+            units.instance(side, Tensor, "share")
         if len(tokens) != batch:
             raise ValueError(f"these are {len(tokens)} sequences: give global_batch={batch}")
+        if tokens.shape != targets.shape:
+            shapes = f"tokens of shape {tuple(tokens.shape)}, targets of {tuple(targets.shape)}"
+            raise ValueError(f"{shapes}: give each token its target")
         return self._cut_batch(tokens, targets)
 
     def _cut_batch(self, tokens: Tensor, targets: Tensor) -> list[Batch]:

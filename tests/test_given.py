@@ -15,7 +15,7 @@ SETUP = """
 import torch
 from torch import nn
 
-from labutils import checkpointing, collectives, context_parallel, data_parallel, expert_parallel, lora, measure
+from labutils import checkpointing, collectives, context_parallel, data_parallel, expert_parallel, huggingface, lora, measure
 from labutils import memory, pipeline, planner, precision, predict, quantization, scaling, schedule, step, tensor_parallel, units, zero
 from labutils import accumulation
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
@@ -98,6 +98,12 @@ CALLS = [  # `x` stands where a module, a schedule or a config belongs
     ("checkpointing.run([LAYER], checkpointing.segments(1, 1), x)", "a chain takes a Tensor"),
     ("checkpointing.costs([LAYER], x)", "a chain takes a Tensor"),
     ("checkpointing.overhead(x, 'full')", "overhead takes a ModelConfig"),
+    ("checkpointing.plan(x, 9)", "plan takes a Costs"),
+    ("step.schedule_of(x, Mesh())", "a step takes a TrainConfig"),
+    ("step.schedule_of(TRAIN, x)", "a step takes a Mesh"),
+    ("predict.time(TINY, TRAIN, device=x)", "predict.time takes a Hardware"),
+    ("expert_parallel.route(x, 1)", "route takes a Tensor"),
+    ("huggingface.to_hf('nowhere', TINY, x or 3)", "to_hf takes a Mapping, got 3"),
     ("precision.MasterWeights(x)", "MasterWeights takes an Optimizer"),
     ("precision.RoundedWeights(x)", "RoundedWeights takes an Optimizer"),
     ("precision.LossScaler(comm=x or 3)", "LossScaler takes a Comm, got 3"),

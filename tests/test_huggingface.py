@@ -94,6 +94,14 @@ def test_a_file_that_lacks_a_weight_is_refused(tmp_path):
         huggingface.from_hf(tmp_path)
 
 
+@pytest.mark.parametrize("change", [{}, {"tokens.weight": torch.zeros(2)}], ids=["none", "shape"])
+def test_weights_that_are_not_those_of_the_config_are_not_written(tmp_path, change):
+    whole = dict(GPT(LLAMA).named_parameters()) if change else {}
+    with pytest.raises(ValueError, match="no tokens.weight of shape .*: give all weights"):
+        huggingface.to_hf(tmp_path / "new", LLAMA, whole | change)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("change", [{"bias": False}, {"ffn": "swiglu"}, {"num_kv_heads": 2}])
 def test_a_model_of_no_family_is_refused(change):
     with pytest.raises(ValueError, match="no family of Hugging Face has ffn="):

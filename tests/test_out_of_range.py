@@ -127,6 +127,13 @@ TABLE = {
         checkpointing.binomial_evaluations, n=(4, "1"), snapshots=(2, "1")
     ),
     "checkpointing.uniform": row(checkpointing.Costs.uniform, n=(4, "1")),
+    "checkpointing.Stage": row(
+        checkpointing.Stage,
+        forward=(2.5, "0+"), output=(3, "0"), interior=(3, "0"), gradient=(3, "0"),
+    ),
+    "checkpointing.Costs": row(
+        named(checkpointing.Costs, [checkpointing.Stage()]), input=(3, "0"), input_gradient=(3, "0")
+    ),
     "checkpointing.plan": row(named(checkpointing.plan, CHAIN), budget=(100, "0")),
     "collectives.sent": row(
         named(collectives.sent, RING), nbytes=(64, "0"), n=(4, "1"), itemsize=(4, "1"),
@@ -168,10 +175,10 @@ TABLE = {
         named(lambda **o: scaling.warm_up(start=0.0, end=1.0, **o)), step=(1, "0"), steps=(4, "0")
     ),
     "scaling.cosine": row(
-        named(lambda **o: scaling.cosine(peak=1.0, **o)), step=(1, "0"), steps=(4, "1")
+        scaling.cosine, step=(1, "0"), steps=(4, "1"), peak=(1.0, "0+"), end=(0.1, "0+")
     ),
     "scaling.wsd": row(
-        named(lambda **o: scaling.wsd(peak=1.0, **o)), step=(1, "0"), steps=(4, "1"),
+        scaling.wsd, step=(1, "0"), steps=(4, "1"), peak=(1.0, "0+"), end=(0.1, "0+"),
         decay=(1, "1"),
     ),
     "pipeline.stage_flops": row(flops_of_stages, layers=(2, "0")),

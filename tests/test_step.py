@@ -165,6 +165,14 @@ def test_a_batch_of_another_size_is_named():
         world.run(lambda rank: make(rank).share(*(side[:7] for side in BATCH)))
 
 
+def test_targets_that_are_not_one_for_each_token_are_named():
+    make, (tokens, targets) = step.build(MODEL, TRAIN, MESH), BATCH
+    with World(MESH) as world:
+        for wrong, said in {targets[:7]: "give each token its target", None: "share takes a Tensor"}.items():
+            with pytest.raises(Exception, match=said):
+                world.run(lambda rank, wrong=wrong: make(rank).share(tokens, wrong))
+
+
 GPT2 = dict(equivalence.GPT2, tied=True, num_layers=3)
 MOVES = {  # the model, and meshes of which the first writes and each goes on
     "Llama": (dict(num_layers=3), ("tp + sp", "1F1B, ZeRO-1, tp", "ZeRO-3, ring", "DualPipe, dp")),

@@ -49,6 +49,8 @@ class Stage:
     def __post_init__(self) -> None:
         if self.gradient is None:
             object.__setattr__(self, "gradient", self.output)
+        units.positive_fields(self, "forward", or_zero=True)
+        units.whole_fields(self, "output", "interior", "gradient", minimum=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
+        units.whole_fields(self, "input", "input_gradient", minimum=0)
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -529,6 +532,7 @@ def plan(costs: Costs, budget: int) -> Plan:
     Source: Beaumont et al. 1911.13214 (forward, record and drop on heterogeneous chains); here the
     recurrence is solved for all budgets at once.
     """
+    units.instance(costs, Costs, "plan")
     budget = units.whole(budget, "budget")
     optimum = _optimum(costs)
     needs = optimum.front(0, len(costs) - 1).bytes

@@ -62,6 +62,10 @@ def route(
     Source: Mixtral 2401.04088; sigmoid and bias: DeepSeek-V3 2412.19437; room and order: GShard
     2006.16668.
     """
+    units.instance(logits, Tensor, "route")
+    if logits.ndim != 2:
+        shape = tuple(logits.shape)
+        raise ValueError(f"logits of tokens × experts have two dims, got {shape}: flatten the rest")
     E = logits.shape[-1]
     if not 1 <= k <= E:
         raise ValueError(f"k={k} of {E} experts cannot be chosen: use 1 … {E}")

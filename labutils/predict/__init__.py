@@ -7,6 +7,7 @@ run of that rank answers under the same signature, and its lines say so.
 
 from dataclasses import replace
 
+from labutils import units
 from labutils.clock import Played
 from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
@@ -138,6 +139,7 @@ def time(
     Raises ValueError for ZeRO 2 and 3, which send beside computing, where not all is trained, and
     where no rate is known.
     """
+    units.instance(device, Hardware, "predict.time")
     heres = [Here(model, train, mesh, each) for each in mesh.ranks(rank, "pp")]
     played.check_timed(heres[0])
     return played.step_of(heres, device)

@@ -80,7 +80,8 @@ def cosine(step: int, steps: int, *, peak: float, end: float = 0.0) -> float:
     [1.0, 0.85, 0.5, 0.15, 0.0, 0.0]
     """
     step, steps = units.whole(step, "step"), units.whole(steps, "steps", 1)
-    return end + (peak - end) * (1 + math.cos(math.pi * min(step / steps, 1))) / 2
+    peak, end = _rates(peak, end)
+    return end + (peak - end) * (1 + math.cos(math.pi * min(step, steps) / steps)) / 2
 
 
 def wsd(step: int, steps: int, *, peak: float, decay: int, end: float = 0.0) -> float:
@@ -93,9 +94,15 @@ def wsd(step: int, steps: int, *, peak: float, decay: int, end: float = 0.0) -> 
     Raises ValueError for a decay longer than all steps.
     """
     step, steps = units.whole(step, "step"), units.whole(steps, "steps", 1)
+    peak, end = _rates(peak, end)
     if (decay := units.whole(decay, "decay", 1)) > steps:
         raise ValueError(f"a decay of {decay} does not fit {steps} steps: use {steps} at most")
     return peak + (end - peak) * min(max(step - (steps - decay), 0) / decay, 1)
+
+
+def _rates(peak: float, end: float) -> tuple[float, float]:
+    """Both as floats, after checking that they are learning rates."""
+    return units.positive(peak, "peak", or_zero=True), units.positive(end, "end", or_zero=True)
 
 
 def shrinkage(lr: float, decay: float, steps: float) -> float:
