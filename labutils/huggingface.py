@@ -101,6 +101,8 @@ def to_hf(folder: str | os.PathLike, model: ModelConfig, weights: Weights) -> No
 
     weights: those of a GPT by name, as `named_parameters` has them, or a file of `zero.save`:
         states of an optimizer in it are left out
+
+    Raises ValueError where one is missing or has another shape.
     """
     units.instance(weights, Mapping, "to_hf")
     own = {name: w for name, w in weights.items() if "/" not in name}
