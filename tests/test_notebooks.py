@@ -55,6 +55,7 @@ HEDGES = re.compile(r"\b(simply|just|obviously|trivially|of course)\b", re.IGNOR
 UNCOMPARED = {
     "00_start_here": ("what this machine has", "times in a trace"),
     "02_precision": ("times of three formats, the slowest of which depends on the CPU",),
+    "04_checkpointing": ("times of one CPU, and their ratios",),
     "06_flash_attention": ("Triton is there on Linux alone, and on a GPU it says so",),
     "07_collectives": (
         "latency and bandwidth between processes, which the next cell draws lines from",

@@ -70,3 +70,11 @@ def test_three_results_say_what_is_off(level):
             other = rigs.zero.three_results(two, level, build, step, right, **both)
             assert (other.sent_unexplained, other.held_unexplained) == (0, 0)
             assert other.sent < fine.sent
+
+
+def test_a_clocked_step_is_split_into_its_passes_for_each_policy():
+    """Computing again costs time in the backward pass, and there alone."""
+    shape = ModelConfig(num_layers=2, d_model=128, num_heads=2, d_ff=512, vocab_size=16, seq_len=64)
+    plain, full = rigs.checkpointing.clocked(shape, 4, ("none", "full"), repeats=5)
+    assert all(seconds > 0 for seconds in (*plain, *full))
+    assert full[1] > plain[1] + plain[0] / 4

@@ -375,7 +375,7 @@ title = "GPT-2 large in fp32 on a V100: step 1 fits, step 2 does not"
 plots.memory_timeline(History(moments), capacity=Hardware.named("V100"), title=title)
 
 # %% [markdown]
-# Nothing leaked. The optimizer's state was allocated at the first `step()`, after the first hill, and the second hill stands on top of it.
+# Nothing leaked. PyTorch's optimizers allocate their state at the first `step()`, after the first hill, and the second hill stands on top of it. A library that allocates the state before any batch, as DeepSpeed's ZeRO does, would fail in step 1 here.
 #
 # This happens only if the hill is what counts. With a small batch the hill is low, and the update is the fullest moment of *both* steps: whoever
 # survives the first step survives them all, as long as no later batch is larger. By the formulas above, an optimizer that keeps state makes step 2 peak higher exactly when
@@ -757,7 +757,7 @@ peaks = [measure.history(short_step, model, optimizer).peak for _ in range(2)]
 # > **fp32 Adam holds 16 bytes per parameter**: 24.9 GB for GPT-2 XL before any activation.
 # > <!-- claim: units.text(16 * config.ModelConfig.named("gpt2-xl").num_params) == "24.9 GB" -->
 #
-# > **The optimizer's state appears at the end of the first step.** From then on the activations' hill stands on it; the second step can fail where
+# > **The state of PyTorch's optimizers appears at the end of the first step.** From then on the activations' hill stands on it; the second step can fail where
 # > the first did not, if working memory is more than the weights and what the update needs for a moment.
 #
 # > **`backward()` adds to gradients that are there.** While micro-batches accumulate, gradients as large as the weights lie under the hill, however many there are.

@@ -3,7 +3,7 @@
 #
 # **Half precision makes activations smaller and, where a device has units for it, matrix products faster. What has to stay in fp32, so that the model still learns?**
 #
-# *90 min, and 50 further · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
+# *90 min, and 55 further · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -236,7 +236,8 @@ falls = {name: sum(run[-1] for run in three) for name, three in gained.items()}
 # %% [markdown]
 # ### Further: how many weights stand still?
 #
-# Adam divides by the size of the gradient, so its step is about the learning rate at the most, whatever the gradient. How many weights of our GPT would such a step move?
+# Adam divides by the size of the gradient, so where gradients are about equal from step to step, its step is about the learning rate, however small they are. (A gradient that comes once in a thousand steps, as for a rare word, makes a step of 2.5 learning rates; $0.1 / \sqrt{0.001} = 3.2$ is the most with PyTorch's betas.) How many weights of our GPT would a step of one learning rate move?
+# <!-- arithmetic: [round(0.1 / 0.001**0.5, 1)] == [3.2] -->
 
 
 # %%
@@ -321,12 +322,12 @@ plots.exponent_histogram(gradients, formats, scale=2.0**-13)
 
 
 # %%
-def flushed(scale):
-    """Where gradients are zero in the fp16 model and not in fp64, by parameter."""
-    small = copy.deepcopy(model).half()
-    small.zero_grad()
+def flushed(scale, net=model):
+    """Where gradients are zero in fp16 and not in fp64, by parameter."""
+    exact, small = copy.deepcopy(net).double(), copy.deepcopy(net).half()
+    exact.loss(*first_batch).backward()
     (rigs.precision.fp32_loss(small, *first_batch) * scale).backward()
-    pairs = zip(in_fp64.named_parameters(), small.parameters(), strict=True)
+    pairs = zip(exact.named_parameters(), small.parameters(), strict=True)
     return {name: (low.grad == 0) & (p.grad != 0) for (name, p), low in pairs}
 
 
@@ -388,6 +389,16 @@ of_logits = precision.fate(precision.exponents([arriving["head"]]), "fp16", 2.0*
 f"2^{border:.1f}: {of_logits['zero']:.0%} of the logits' gradients are zero"
 
 # %% [markdown]
+# That is the start of training, where attention prefers nothing yet and all letters are about equally likely. The GPT that has learned for 100 steps:
+
+# %%
+for scale in (2.0**-7, 2.0**-13, 2.0**-16):
+    learned = share(flushed(scale, trained[0]).values())
+    print(f"loss times {scale:<9.2g} {learned:4.0%} of the gradients are zero")
+
+# %% [markdown]
+# It loses less, and at the smallest share everything. What is lost changes with training, so a scale that was found once does not fit for good.
+#
 # A large vocabulary does the same without any share: with 50,257 tokens to choose from and 4,096 in a micro-batch it is $\frac{1}{50{,}257 \cdot 4096} = 2^{-27.6}$.
 # <!-- arithmetic: [round(math.log2(1 / (50_257 * 4096)), 1)] == [-27.6] -->
 

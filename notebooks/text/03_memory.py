@@ -3,7 +3,7 @@
 #
 # **A model of 1.5 billion parameters is 3 GB in 16 bits. Why does training it not fit in 32 GB, and can you tell beforehand, to the byte?**
 #
-# *85 min, and 55 further · before this: labs 00 and 02 · needs a laptop, no GPU and no network*
+# *90 min, and 55 further · before this: labs 00 and 02 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -412,7 +412,7 @@ reveal("memory/peak", GB=peak.total / 1e9)
 peak
 
 # %% [markdown]
-# In the optimizer's step no activation is left, and two things are there that are not model states. The optimizer steps the fp32 master weights, so it needs an fp32 copy of the gradients, 4 bytes per parameter. And *foreach*, PyTorch's
+# In the optimizer's step no activation is left, and two things are there that are not model states. PyTorch's AdamW steps the fp32 master weights and takes gradients of their format alone: an fp32 copy of all gradients, 4 bytes per parameter. And *foreach*, PyTorch's
 # default on a GPU, steps all weights at once, with a working copy of all of them: 4 bytes more. Switch that off, one weight after the other (*loop*, the default on a CPU) or in one kernel (*fused*):
 
 # %%
@@ -424,6 +424,9 @@ for stepping in ("foreach", "loop", "fused"):
 # %% [markdown]
 # That is the answer to the lab's question: **37.4 GB**, for one sequence and with everything checkpointed. A V100 "with 32 GB" reports about 34.1·10⁹ bytes (32 510 MiB): it does not fit.
 # With a fused optimizer the tensors do, for one sequence, with 2.9 GB left for all that is not a tensor.
+#
+# What is copied depends on the recipe. Lab 02's 18 bytes have gradients in fp32 alone, so there is nothing to copy: fused, the fullest moment has 28.2 GB, *less* than the 31.2 GB of 16 bytes, whose gradients are copied at the worst time.
+# <!-- claim: [round(memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, checkpointing="full", stepping="fused", fp32_gradients=f)).total / 1e9, 1) for f in ("only", False)] == [28.2, 31.2] -->
 #
 # Is it true? On the device "meta" the real program runs at full size: tensors have shapes, types and lifetimes, and no memory (lab 00).
 
@@ -506,12 +509,12 @@ for kind in ("none", "full"):
     print(f"checkpointing {kind}: from {found} sequences on")
 
 # %% [markdown]
-# The batch where it leaves belongs to *foreach*, which needs 8 bytes per parameter for its copies. With a fused optimizer, which needs 4, it leaves from 4 sequences on, and from 20 with full checkpointing.
+# These two batches are those of *foreach*, whose update holds 8 bytes per parameter beside the states. A fused optimizer holds 4, so there the peak leaves the update earlier: from 4 sequences on, and from 20 with full checkpointing.
 # <!-- claim: [[memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, attention="sdpa", checkpointing=p, stepping="fused")).phase for b in (n - 1, n)] for p, n in (("none", 4), ("full", 20))] == [["optimizer", "backward"]] * 2 -->
 #
 # ### Exercise 3.3 · Bug hunt: the estimator that adds everything up (15 min, ●●○)
 #
-# Many estimators compute model states plus activations. In a step of one micro-batch no moment holds all of both. Repair this one, for bf16 with fp32 master weights and AdamW, without checkpointing: `parameters` is Ψ, `activations` are the bytes kept at the end
+# Many estimators compute model states plus activations. In a step of one micro-batch that begins without gradients no moment holds all of both. (Megatron-LM keeps its gradients' buffer from step to step: there the sum is right at the end of the forward pass.) Repair this one, for bf16 with fp32 master weights and AdamW, without checkpointing: `parameters` is Ψ, `activations` are the bytes kept at the end
 # of the forward pass, `logits` the bytes of one tensor of $bsv$ numbers, `stepping` is "foreach" or "fused". Return the phase and the bytes of the fullest moment, within a thousandth.
 
 
@@ -666,7 +669,7 @@ title = f"Eight parts, {units.text(stack.total)}: not on a device of 32 GB"
 plots.memory_bars(published=stack, capacity=Hardware.named("V100"), title=title)
 
 # %% [markdown]
-# Without buffers and fragmentation 32 GB are left, exactly what the device has. PyTorch fuses gradients in buckets of 25 MiB instead (lab 08), and the 37.4 GB found above have no such buffer: they are 24.9 GB of model states and 12.5 GB that
+# Without buffers and fragmentation 32 GB are left, and the device is sold with as many. PyTorch fuses gradients in buckets of 25 MiB instead (lab 08), and the 37.4 GB found above have no such buffer: they are 24.9 GB of model states and 12.5 GB that
 # the optimizer's step needs.
 
 # %% [markdown]

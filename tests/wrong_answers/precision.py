@@ -70,6 +70,11 @@ def _scale_by(
     return attempt
 
 
+def _clear(parameters: list[nn.Parameter], max_norm: float) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
 def _bugged(
     *,
     zero: bool = True,
@@ -268,6 +273,12 @@ WRONG = {
             "never forget a NaN",
         ),
         Wrong("both of them step", _bugged(stepper="both"), "a plain step", "Leave optimizer.step"),
+        Wrong(
+            "gradients are cleared before they step",
+            _bugged(clip=_clear),
+            "a plain step",
+            "have not moved",
+        ),
         Wrong("the scale stays", _bugged(update="never"), "the scale moves", "after every step"),
         Wrong(
             "gradients are not cleared",

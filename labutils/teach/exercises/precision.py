@@ -239,6 +239,8 @@ def _plain_step(attempt: Callable) -> str:
                 "This is where two steps along one gradient lead, the second with momentum: "
                 "scaler.step(optimizer) makes the step itself. Leave optimizer.step() out."
                 if torch.allclose(bowl.place, -1.5 * _START)
+                else "The weights have not moved: from backward() to step() gradients must stay."
+                if torch.equal(bowl.place, _START)
                 else "Gradients carry the scale until unscale_(); what steps must not."
                 if bowl.place.abs().max() > 6
                 else (

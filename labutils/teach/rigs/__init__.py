@@ -2,6 +2,7 @@
 What is taught lies in the topics; a rig puts it to work."""
 
 from labutils.teach.rigs import (
+    checkpointing,
     copies,
     corpus,
     data_parallel,
