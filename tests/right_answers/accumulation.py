@@ -177,12 +177,23 @@ def _steps_first(target, seq_len, gpus, fits):
     )
 
 
+def _in_fp32(loss, batches, weigh):
+    total, whole = sum(map(weigh, batches)), 0.0
+    for batch in batches:
+        if weigh(batch):
+            part = loss(batch) * (weigh(batch) / total)
+            part.backward()
+            whole += part.item()
+    return torch.tensor(whole)
+
+
 RIGHT = {
     "accumulation/accumulate": {
         "empty ones computed as well": _empty_ones_too,
         "backward(gradient=share), a float": _seeded,
         "empty ones filtered, a NumPy scalar": _no_empty_ones,
         "a tensor of one element": _grown,
+        "a float, rounded to fp32": _in_fp32,
     },
     "accumulation/bug-hunt": {
         "islice": _sliced,

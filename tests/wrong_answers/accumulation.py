@@ -164,6 +164,16 @@ def _dirty(optimizer: Any, loss: Callable, batches: Iterable[Any], *how: Any) ->
     return taken
 
 
+def _steps_always(optimizer, loss, batches, k, max_norm):
+    steps = 0
+    for steps, batch in enumerate(batches, 1):
+        loss(batch).backward()
+        _all(optimizer, max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps
+
+
 WRONG = {
     "accumulation/accumulate": (
         Wrong(
@@ -229,6 +239,7 @@ WRONG = {
             "full steps",
             "backward() adds",
         ),
+        Wrong("a step for every micro-batch", _steps_always, "full steps", "after the last of them"),
         Wrong(
             "the tail dropped",
             _loop(tail="dropped"),

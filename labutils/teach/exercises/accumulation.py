@@ -210,7 +210,8 @@ def _once(attempt: Callable) -> str:
 def _value(attempt: Callable) -> str:
     value, _, loss, _ = _taken(attempt, [8, 2, 5])
     value = _number(value)
-    if not isinstance(value, float) or abs(value - float(loss)) > 1e-9:
+    # A number that passes through torch.tensor(…) is one of fp32.
+    if not isinstance(value, float) or not math.isclose(value, float(loss), rel_tol=1e-6):
         raise Failed(
             f"returned {value!r}, the loss of the whole batch is {float(loss):.6f}",
             "Add up the weighted losses, detached, and return the sum.",
@@ -375,9 +376,9 @@ def _same(
     off = float((found - expected).norm() / (expected - _start()).norm())
     if not off < 1e-5:
         where = f" over {epochs} epochs" if epochs > 1 else ""
+        percent = f"{100 * off:.2g}" if off < 1 else f"{100 * off:.0f}"
         raise Failed(
-            f"{count} micro-batches, {k} to a step{where}: the update is off by {100 * off:.2g} %",
-            hint,
+            f"{count} micro-batches, {k} to a step{where}: the update is off by {percent} %", hint
         )
     return f"{count} micro-batches, {k} to a step"
 
@@ -388,11 +389,18 @@ def _start() -> Tensor:
 
 def _full(attempt: Callable) -> str:
     start = _start()
-    (_, found), (_, expected) = (_trained(how, 4, 4, 1e9) for how in (attempt, accumulation.epoch))
+    (steps, found), (_, expected) = (
+        _trained(how, 4, 4, 1e9) for how in (attempt, accumulation.epoch)
+    )
     if float((found - start).norm()) > 1e6 * float((expected - start).norm()):
         raise Failed(
             "max_norm is 1e9, and the gradient became as long as that",
             "Clipping shortens what is too long, and leaves the rest: a factor of at most 1.",
+        )
+    if steps == 4:
+        raise Failed(
+            "4 micro-batches, 4 to a step: 4 steps of the optimizer",
+            "Gradients add up over k micro-batches, and the optimizer steps after the last of them.",
         )
     if torch.allclose(found - start, 4 * (expected - start), rtol=1e-6):
         raise Failed(
