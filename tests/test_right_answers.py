@@ -26,3 +26,10 @@ def test_every_exercise_is_tried_in_enough_styles():
     few = {exercise for exercise in ALL if len(RIGHT.get(exercise, ())) < STYLES}
     assert not few, f"{STYLES} right answers each for {sorted(few)}"
     assert RIGHT.keys() <= ALL.keys(), sorted(RIGHT.keys() - ALL.keys())
+
+
+def test_an_all_reduce_that_is_no_ring_passes_and_is_told_so():
+    answers = RIGHT["collectives/ring-all-reduce"]
+    told = {name: str(check.check("collectives/ring-all-reduce", answers[name])) for name in answers}
+    assert "no ring: a rank sends to 7 others" in told.pop("no ring")
+    assert not any("no ring" in each for name, each in told.items() if name != "two halves")

@@ -687,7 +687,7 @@ for rows in (512, 128, 32):
     print(rows, units.text(flash.moved(partial(in_chunks, x, W, t, rows)).total))
 
 # %% [markdown]
-# The gradients are equal, and the memory is paid for in traffic: each chunk reads W twice and adds to its whole gradient, which it reads and writes. That is 6·r·v·h FLOPs for 4·v·h numbers, in 16 bits 0.75·r FLOPs per byte. An H100 can do 295 in that time (next section), so there chunks should have 400 rows or more.
+# The gradients are equal, and the memory is paid for in traffic: each chunk reads W twice and adds to its whole gradient, which it reads and writes. That is 6·r·v·h FLOPs for 4·v·h numbers, in 16 bits 0.75·r FLOPs per byte. An H100 can do 295 in that time (next section), so there a chunk should have some 390 rows or more.
 # <!-- arithmetic: round(295 / (6 / (4 * 2)), -1) == 390 -->
 # (The softmax, too, goes through memory step by step here. A fused kernel takes fewer sweeps.)
 

@@ -201,6 +201,17 @@ def _recursive(x, comm):
     return x
 
 
+def _pairwise(x, comm):
+    """Every rank sends each piece straight to the rank that adds it up, which tells all others."""
+    n, i, out = comm.size, comm.rank, x.clone()
+    own, pieces = (y.view(-1).split(collectives.shares(x.numel(), n)) for y in (x.clone(), out))
+    for k in range(1, n):
+        comm.send_recv(own[(i + k) % n], (i + k) % n, pieces[i], (i - k) % n, reduce="sum")
+    for k in range(1, n):
+        comm.send_recv(pieces[i], (i + k) % n, pieces[(i - k) % n], (i - k) % n)
+    return out
+
+
 RIGHT = {
     "collectives/ordered-sends": {
         "rounds by parity": _by_parity,
@@ -219,6 +230,7 @@ RIGHT = {
         "adds by itself": _adds_by_itself,
         "two halves": _two_halves,
         "isend and irecv": _without_blocking,
+        "no ring": _pairwise,
     },
     "collectives/missing-test": {
         "a generator": _yields,

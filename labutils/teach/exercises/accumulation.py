@@ -400,7 +400,7 @@ def _full(attempt: Callable) -> str:
     if steps == 4:
         raise Failed(
             "4 micro-batches, 4 to a step: 4 steps of the optimizer",
-            "Gradients add up over k micro-batches, and the optimizer steps after the last of them.",
+            "Gradients add up over k micro-batches; the optimizer steps after the last of them.",
         )
     if torch.allclose(found - start, 4 * (expected - start), rtol=1e-6):
         raise Failed(

@@ -207,6 +207,7 @@ def _why_so_many(n: int, S: int, sent: dict[int, int], times: float) -> str:
 
 
 def _ring_bytes(attempt: Callable) -> str:
+    neighbors = 1
     for n, length in ((8, 512), (3, 64), (4, 10)):
         inputs = _numbers(n, length)
         _run(attempt, inputs)
@@ -215,6 +216,9 @@ def _ring_bytes(attempt: Callable) -> str:
         # Which of two uneven pieces a rank leaves out is a matter of taste; the total is not.
         most, least = max(sent.values()), max(ring.by("rank").values())
         if sum(sent.values()) <= ring.total and most <= least + 16:
+            ranks = _ranks.world_of(n).trace.ranks
+            partners = (len({event.to for event in events if event.sent}) for events in ranks)
+            neighbors = max(neighbors, *partners)
             continue
         busiest = max(sent, key=sent.__getitem__)
         least = ring.by("rank")[busiest]
@@ -222,7 +226,8 @@ def _ring_bytes(attempt: Callable) -> str:
             f"{n} ranks, S = {S:,} B: rank {busiest} sent {most:,} B, a ring sends {least:,} B",
             _why_so_many(n, S, sent, most / least),
         )
-    return "each rank 2·(N − 1)/N·S"
+    elsewhere = f", and no ring: a rank sends to {neighbors} others" if neighbors > 1 else ""
+    return f"each rank 2·(N − 1)/N·S{elsewhere}"
 
 
 def _ring_edges(attempt: Callable) -> str:
