@@ -1,9 +1,11 @@
 """Fewer bits for a number: what is rounded, by which scale, and what that costs."""
 
+from labutils.quantization.blocks import BlockLinear, hadamard, use_blocks
 from labutils.quantization.error_feedback import error_feedback, hessian
 from labutils.quantization.fp8 import (
     E4M3,
     E5M2,
+    OPERANDS,
     SCHEMES,
     Eight,
     Fp8Linear,

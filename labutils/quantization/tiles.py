@@ -7,7 +7,7 @@ token of activations), a group of neighbors in a row, or a rectangle.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +79,7 @@ def quantize(
     granularity: Granularity = None,
     affine: bool = False,
     clip: str = "",
+    generator: torch.Generator | None = None,
 ) -> Quantized:
     """x in few bits: each number rounded to the nearest value of its tile's grid.
 
@@ -88,6 +89,7 @@ def quantize(
     affine: integers from min to max of the tile with a zero point, instead of ±max|x|
     clip: "mse" brings what is beyond a limit to it before rounding: in each tile to that of the
         smallest squared error
+    generator: round numbers of "mxfp4", "nvfp4" and the like stochastically, drawing from it
 
     >>> quantize(torch.tensor([[1.0, -0.4, 0.26, 0.0]]), "int4").dequantize()
     tensor([[ 1.0000, -0.4286,  0.2857,  0.0000]])
@@ -101,6 +103,10 @@ def quantize(
     if clip not in ("", "mse"):
         raise ValueError(f"{clip=}: give 'mse', or leave it out")
     _only_integers(fmt, affine or clip)
+    if generator is not None and not isinstance(fmt, BlockFormat):
+        raise ValueError(
+            f"generator= is for floats in blocks, as 'nvfp4', got {fmt!r}: leave it out"
+        )
     if isinstance(fmt, str):
         packed, scales = nf4.to_nf4(x, double=False), 4 * -(-x.numel() // nf4.BLOCK)
         parts = {"codes": packed[scales:], "scales": packed[:scales]}
@@ -111,7 +117,7 @@ def quantize(
         if isinstance(fmt, IntFormat):
             codes, parts = (_affine if affine else _symmetric)(values, fmt)
         else:
-            codes, parts = _floats(values, fmt)
+            codes, parts = _floats(values, fmt, generator)
         return codes, Quantized(fmt, tuple(x.shape), tile, affine, parts)
 
     if clip:
@@ -172,7 +178,9 @@ def _affine(tiles: Tensor, fmt: IntFormat) -> tuple[Tensor, dict[str, Tensor]]:
     return codes.short(), {"scales": scales, "zero points": zeros.to(torch.uint8)}
 
 
-def _floats(tiles: Tensor, fmt: BlockFormat) -> tuple[Tensor, dict[str, Tensor]]:
+def _floats(
+    tiles: Tensor, fmt: BlockFormat, generator: torch.Generator | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Codes and scales of `floats.BlockFormat.encode`; NVFP4 has one more scale for the tensor."""
     largest, parts = tiles.abs().amax(1), {}
     if fmt.scale.mantissa_bits:
@@ -188,7 +196,9 @@ def _floats(tiles: Tensor, fmt: BlockFormat) -> tuple[Tensor, dict[str, Tensor]]
         scales, kept = torch.ldexp(torch.ones_like(largest), exponents), exponents - low
         kept = torch.where(largest.isfinite(), kept, _NO_NUMBER)
     parts["scales"] = kept if kept.dtype == torch.float8_e4m3fn else kept.to(torch.uint8)
-    values = precision.round_to(tiles / _nonzero(scales)[:, None], fmt.element, overflow="saturate")
+    how: dict[str, Any] = dict(mode="stochastic", generator=generator) if generator else {}
+    values = tiles / _nonzero(scales)[:, None]
+    values = precision.round_to(values, fmt.element, overflow="saturate", **how)
     magnitudes = _magnitudes(fmt, tiles.device)
     values = values.nan_to_num()  # whose scale says that they are none
     codes = torch.searchsorted(magnitudes, values.abs().contiguous()).short()

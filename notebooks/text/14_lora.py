@@ -105,7 +105,7 @@ sum(p.abs().sum().item() for p in zeros.adapters.parameters())
 #
 # ### Exercise 14.1 · Give a layer an adapter (12 min, ●●○)
 #
-# Mind the factor α/r, and what is frozen.
+# Mind the factor α/r, what is frozen, and that B·A as a matrix would be as large as W.
 
 
 # %%

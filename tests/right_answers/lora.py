@@ -78,7 +78,7 @@ class _Cast(_Plain):
 
 
 class _Mirrored(nn.Module):
-    """The factors the other way round, A·Bᵀ with the zero one first, and the whole weight summed."""
+    """The factors the other way round, A·Bᵀ with the zero one first; W + Δ is made to merge."""
 
     def __init__(self, linear, rank, alpha):
         super().__init__()
@@ -90,8 +90,7 @@ class _Mirrored(nn.Module):
     def forward(self, x):
         if self.ready is not None:
             return F.linear(x, self.ready, self.frozen.bias)
-        weight = self.frozen.weight + self.factor * (self.first @ self.second).T
-        return F.linear(x, weight, self.frozen.bias)
+        return self.frozen(x) + (x @ self.first) @ (self.factor * self.second)
 
     def merge(self):
         with torch.no_grad():
@@ -131,6 +130,16 @@ class _Buffers(nn.Module):
 
     def unmerge(self):
         self.delta = None
+
+
+class _OneProduct(_Plain):
+    """[W, B] times x above A·x: one product, as wide as both."""
+
+    def forward(self, x):
+        if self.merged:
+            return self.linear(x)
+        both = torch.cat([x, self.scale * (x @ self.A.T)], -1)
+        return F.linear(both, torch.cat([self.linear.weight, self.B], 1), self.linear.bias)
 
 
 def _tensors(linears, rank, itemsize):
@@ -173,6 +182,7 @@ _LAYERS = {
     "the sum written out, mirrored": _Mirrored,
     "buffers": _Buffers,
     "cast to the dtype of x": _Cast,
+    "one product for both": _OneProduct,
 }
 RIGHT = {
     "lora/adapter": _LAYERS,

@@ -119,6 +119,21 @@ class _TwoDims(_Slips):
         return self.linear(x) + self.scale * low
 
 
+class _Whole(_Slips):
+    """W + (α/r)·B·A as one matrix, in every pass."""
+
+    def forward(self, x):
+        weight = self.linear.weight + self.scale * self.B @ self.A
+        return nn.functional.linear(x, weight, self.linear.bias)
+
+
+class _WholeUpdate(_Slips):
+    """x times the matrix B·A."""
+
+    def forward(self, x):
+        return self.linear(x) + self.scale * (x @ (self.B @ self.A).T)
+
+
 class _NoBias(_Slips):
     def forward(self, x):
         return x @ self.linear.weight.T + self.scale * (x @ self.A.T @ self.B.T)
@@ -216,6 +231,8 @@ WRONG = {
         Wrong("x detached", _DetachedInput, "the layer below", "must not be detached"),
         Wrong("two dims only", _TwoDims, "the layer below", "[b, s, k]"),
         Wrong("widened", _Widened, "in bf16", "dtype of x"),
+        Wrong("W + B·A made whole", _Whole, "thin", "first A·x"),
+        Wrong("B·A made whole", _WholeUpdate, "thin", "first A·x"),
         Wrong("no bias", _NoBias, "it begins as the layer", "bias"),
     ),
     "lora/held": (

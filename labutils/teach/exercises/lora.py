@@ -209,6 +209,23 @@ def _passes_on(attempt: Callable) -> str:
     return "x[2, 3, k]"
 
 
+def _thin(attempt: Callable) -> str:
+    """B·A is as large as W: whoever makes it whole computes r·d·k products for it, in each forward
+    pass, and keeps another W for the backward pass."""
+    n, rank = 64, 2
+    layer = _made(attempt, _linear(n, n), rank, 4.0)
+    got = fused.product_flops(lambda: layer(_x(n, rows=1)))
+    right = 2 * (n * n + 2 * rank * n)
+    if got > 1.5 * right:
+        raise Failed(
+            f"W[{n}, {n}], r = {rank}, one token: a forward pass takes {got:,} FLOPs, "
+            f"W·x and B·(A·x) take {right:,}",
+            "B·A made whole is as large as W: it is computed anew in each pass, and kept for the "
+            "backward pass in each layer. Go through r numbers: first A·x, then B times that.",
+        )
+    return f"{got:,} FLOPs per token"
+
+
 def _in_bf16(attempt: Callable) -> str:
     """The layer of a model in half precision: its outputs are in bf16, and right to its digits."""
     rank, alpha = _CASES[0]
@@ -240,6 +257,7 @@ ADAPTER = Exercise(
         Property("the factor α/r", _scaled),
         Property("the layer below", _passes_on),
         Property("in bf16", _in_bf16),
+        Property("thin", _thin),
     ),
     hints=(
         "Keep the layer, frozen with requires_grad_(False). A is an nn.Parameter [r, k], drawn; "

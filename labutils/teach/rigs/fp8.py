@@ -3,13 +3,16 @@ are planted, training at the loss scale of a large batch. The rig of lab 15b.
 """
 
 import copy
+import csv
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from labutils.config import DATA, ModelConfig
 from labutils.model import GPT
@@ -44,6 +47,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 def train_reader(
     seed: int, scheme: Scheme | None = None, *, share: float = 1.0, steps: int = 60,
     optimizer: Callable[..., Any] = torch.optim.AdamW, in_fp64: bool = False,
+    config: ModelConfig = READER, k: float = 1.0,
 ) -> tuple[GPT, list[float]]:  # fmt: skip
     """A GPT that has learned from text for some steps, and its test losses after each tenth.
 
@@ -52,13 +56,14 @@ def train_reader(
     in_fp64: the weights are drawn in fp64, and with a scheme all but the operands is. Else the last
         digits of a drawn weight, which differ between machines, decide which of two codes a number
         gets, and after twenty steps the run is another one
+    k: that of `plant`
     """
-    model = GPT(READER, attention="sdpa", generator=torch.Generator().manual_seed(seed))
+    model = GPT(config, attention="sdpa", generator=torch.Generator().manual_seed(seed))
     if in_fp64:
         model.double().initialize(torch.Generator().manual_seed(seed))
         model = model if scheme else model.float()
     if scheme:
-        use_fp8(model, scheme)
+        plant(use_fp8(model, scheme), k)
     test, losses = next(excerpts(99, 64)), []
     learner = optimizer(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-12)
     batches = excerpts(seed)
@@ -88,6 +93,16 @@ def reader() -> GPT:
     return model
 
 
+WIDE = replace(READER, num_layers=1, d_model=512, d_ff=2048, num_heads=8)
+"""Four tiles of 128 in a row of its inputs, where `READER` has one."""
+
+
+def recorded(name: str) -> list[dict[str, str]]:
+    """The rows of fp8_{name}.csv, as `python tools/fp8_sweep.py` wrote them."""
+    with open(DATA / f"fp8_{name}.csv", encoding="utf-8") as file:
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
 def operands(model: GPT, batch: Batch) -> dict[str, list[Tensor]]:
     """What the products of the blocks' linear layers take: inputs, weights, gradients of outputs.
 
@@ -115,16 +130,26 @@ def operands(model: GPT, batch: Batch) -> dict[str, list[Tensor]]:
 
 
 def plant(model: nn.Module, k: float) -> nn.Module:
-    """The module, whose 8-bit layers find their first input channel k times as large, and its
-    weights k times as small: an outlier that changes nothing in exact arithmetic."""
-    for layer in fp8_layers(model).values():
-        weight = layer.get_parameter("weight")
-        factor = torch.ones(weight.shape[1])
+    """The module, whose 8-bit layers find their first input channel k times as large and multiply
+    it by weights k times as small: an outlier that changes nothing in exact arithmetic. Parameters
+    and their gradients stay those of the model without it, so an optimizer takes no notice."""
+    for layer in fp8_layers(model).values() if k != 1 else ():
+        factor = torch.ones(layer.get_parameter("weight").shape[1])
         factor[0] = k
-        with torch.no_grad():
-            weight.div_(factor)
         layer.register_forward_pre_hook(lambda _, inputs, factor=factor: (inputs[0] * factor,))
+        parametrize.register_parametrization(layer, "weight", _Divided(factor), unsafe=True)
     return model
+
+
+class _Divided(nn.Module):
+    """A weight whose columns are divided by a factor before the layer reads it."""
+
+    def __init__(self, factor: Tensor) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / self.factor
 
 
 def gradient_error(
@@ -135,14 +160,14 @@ def gradient_error(
     but the operands is in float64: in fp32 the order of sums, another on each machine, decides
     which of two codes a number gets.
 
-    k: that of `plant`; the gradient is compared in the coordinates without the outlier
+    k: that of `plant`
     """
     exact, twin = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     right = _whole(matrix_gradients(exact, batch))
     plant(use_fp8(twin, scheme), k)
     errors = []
     for _ in range(steps):
-        found = _whole(matrix_gradients(twin, batch, share=share, k=k))
+        found = _whole(matrix_gradients(twin, batch, share=share))
         errors.append(((found - right).norm() / right.norm()).item())
         advance_scales(twin)
     return errors
@@ -152,20 +177,15 @@ def _whole(gradients: list[Tensor]) -> Tensor:
     return torch.cat([each.flatten() for each in gradients])
 
 
-def matrix_gradients(
-    model: GPT, batch: Batch, *, share: float = 1.0, k: float = 1.0
-) -> list[Tensor]:
-    """The gradient of each matrix of the blocks, in float64, without the share; first columns
-    divided by k."""
+def matrix_gradients(model: GPT, batch: Batch, *, share: float = 1.0) -> list[Tensor]:
+    """The gradient of each matrix of the blocks, in float64, without the share."""
     model.zero_grad()
     (share * loss_of(model, batch)).backward()
     found = []
     for name, parameter in model.named_parameters():
         if name.startswith("blocks") and parameter.dim() == 2:
             assert parameter.grad is not None, name
-            grad = parameter.grad.double() / share
-            grad[:, 0] /= k
-            found.append(grad)
+            found.append(parameter.grad.double() / share)
     return found
 
 

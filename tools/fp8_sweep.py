@@ -1,0 +1,92 @@
+"""What is too long for a cell of lab 15b: training a GPT of width 512 that meets an outlier, and
+gradients in NVFP4, averaged over many batches. Writes labutils/data/fp8_outlier.csv and
+fp8_averaged.csv, whose first line says how they were made.
+
+    python tools/fp8_sweep.py            both, some minutes
+    python tools/fp8_sweep.py outlier    the first alone
+"""
+
+import copy
+import csv
+import datetime
+import platform
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from labutils import floats, quantization
+from labutils.config import DATA
+from labutils.quantization import SCHEMES, Scheme
+from labutils.teach import rigs
+
+SEEDS, STEPS = range(3), 30
+INT8_TILES = Scheme(torch.int8, torch.int8, "tiles")
+TRAINED: list[tuple[str, Scheme | None, dict[str, float]]] = [
+    ("fp32", None, {}), ("no gradient for the blocks", SCHEMES["unscaled"], {"share": 2.0**-12}),
+    ("int8, one scale", SCHEMES["int8"], {"k": 1e2}), ("int8, tiles", INT8_TILES, {"k": 1e2}),
+]  # fmt: skip
+
+COUNTS = [1, 4, 16, 64]
+ROUNDED = {  # what is rounded, stochastically, with a rotation
+    "gradients, nearest": (("grad",), False, False),
+    "gradients, stochastic": (("grad",), True, False),
+    "all, nearest": (quantization.OPERANDS, False, False),
+    "all, stochastic": (quantization.OPERANDS, True, False),
+    "all, stochastic, rotated": (quantization.OPERANDS, True, True),
+}
+
+
+def outlier() -> Iterator[dict[str, Any]]:
+    """Test losses after 30 steps of a GPT whose layers find one channel k times as large."""
+    for name, scheme, how in TRAINED:
+        for seed in SEEDS:
+            _, losses = rigs.fp8.train_reader(
+                seed, scheme, steps=STEPS, config=rigs.fp8.WIDE, **how
+            )
+            yield dict(scheme=name, k=f"{how.get('k', 1):g}", seed=seed, loss=f"{losses[-1]:.4f}")
+
+
+def averaged() -> Iterator[dict[str, Any]]:
+    """How far the mean gradient of so many batches of lab 15b's reader is off, relative to its
+    length: where gradients alone are rounded to NVFP4, and where inputs and weights are, too."""
+    for seed in SEEDS:
+        exact, batches = rigs.fp8.reader(), rigs.fp8.excerpts(100 + seed)
+        twins = {"": exact}
+        for name, (operands, stochastic, rotate) in ROUNDED.items():
+            draw = torch.Generator().manual_seed(seed) if stochastic else None
+            twins[name] = quantization.use_blocks(
+                copy.deepcopy(exact), floats.NVFP4, generator=draw, rotate=rotate, operands=operands
+            )
+        sums = dict.fromkeys(twins, torch.zeros(()).double())
+        for count in range(1, COUNTS[-1] + 1):
+            batch = next(batches)
+            for name, twin in twins.items():
+                found = rigs.fp8.matrix_gradients(twin, batch)
+                sums[name] = sums[name] + torch.cat([each.flatten() for each in found])
+            for name in ROUNDED if count in COUNTS else ():
+                off = ((sums[name] - sums[""]).norm() / sums[""].norm()).item()
+                yield dict(rounded=name, batches=count, seed=seed, error=f"{off:.4f}")
+
+
+def main(names: list[str]) -> None:
+    """Run both parts, or those of these names, and write their files."""
+    torch.set_num_threads(1)
+    for part in (outlier, averaged):
+        if names and part.__name__ not in names:
+            continue
+        rows = list(part())
+        said = f"torch {torch.__version__}, Python {platform.python_version()}"
+        today = f"{datetime.date.today():%d %B %Y}, {platform.machine()}"
+        name = DATA / f"fp8_{part.__name__}.csv"
+        with open(name, "w", newline="", encoding="utf-8") as file:
+            file.write(f"# python tools/fp8_sweep.py {part.__name__}; {said}; {today}\n")
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        print(f"{name.name}: {len(rows)} rows", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
