@@ -4,6 +4,7 @@ are planted, training at the loss scale of a large batch. The rig of lab 15b.
 
 import copy
 import csv
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from labutils.config import DATA, ModelConfig
+from labutils.floats import BlockFormat
 from labutils.model import GPT
-from labutils.quantization import Scheme, advance_scales, fp8_layers, use_fp8
+from labutils.quantization import Scheme, advance_scales, fp8_layers, use_blocks, use_fp8
 from labutils.teach.rigs import corpus
 
 READER = ModelConfig(
@@ -47,7 +49,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 def train_reader(
     seed: int, scheme: Scheme | None = None, *, share: float = 1.0, steps: int = 60,
     optimizer: Callable[..., Any] = torch.optim.AdamW, in_fp64: bool = False,
-    config: ModelConfig = READER, k: float = 1.0,
+    config: ModelConfig = READER, lr: float = 2e-3, k: float = 1.0,
 ) -> tuple[GPT, list[float]]:  # fmt: skip
     """A GPT that has learned from text for some steps, and its test losses after each tenth.
 
@@ -65,11 +67,11 @@ def train_reader(
     if scheme:
         plant(use_fp8(model, scheme), k)
     test, losses = next(excerpts(99, 64)), []
-    learner = optimizer(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-12)
+    learner = optimizer(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-12)
     batches = excerpts(seed)
     for step in range(1, steps + 1):
         for group in learner.param_groups:
-            group["lr"] = 2e-3 * min(1.0, step / WARM_UP)
+            group["lr"] = lr * min(1.0, step / WARM_UP)
         learner.zero_grad()
         (share * loss_of(model, next(batches))).backward()
         advance_scales(model)
@@ -97,10 +99,14 @@ WIDE = replace(READER, num_layers=1, d_model=512, d_ff=2048, num_heads=8)
 """Four tiles of 128 in a row of its inputs, where `READER` has one."""
 
 
-def recorded(name: str) -> list[dict[str, str]]:
-    """The rows of fp8_{name}.csv, as `python tools/fp8_sweep.py` wrote them."""
+def recorded(name: str, *by: str) -> dict[tuple[str, ...], list[float]]:
+    """What `python tools/fp8_sweep.py` wrote into fp8_{name}.csv: the last column, seed by seed, by
+    the values of the columns `by`."""
+    found = defaultdict(list)
     with open(DATA / f"fp8_{name}.csv", encoding="utf-8") as file:
-        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+        for row in csv.DictReader(line for line in file if not line.startswith("#")):
+            found[tuple(row[column] for column in by)].append(float([*row.values()][-1]))
+    return dict(found)
 
 
 def operands(model: GPT, batch: Batch) -> dict[str, list[Tensor]]:
@@ -171,6 +177,14 @@ def gradient_error(
         errors.append(((found - right).norm() / right.norm()).item())
         advance_scales(twin)
     return errors
+
+
+def block_error(model: GPT, fmt: BlockFormat, batch: Batch, **how: Any) -> float:
+    """That of the first backward pass with operands in blocks; `how` is what `use_blocks` takes."""
+    exact, twin = copy.deepcopy(model).double(), copy.deepcopy(model).double()
+    right = _whole(matrix_gradients(exact, batch))
+    found = _whole(matrix_gradients(use_blocks(twin, fmt, **how), batch))
+    return ((found - right).norm() / right.norm()).item()
 
 
 def _whole(gradients: list[Tensor]) -> Tensor:
