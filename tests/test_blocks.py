@@ -99,7 +99,7 @@ def test_use_blocks_leaves_the_head_and_the_parameters():
 
 def test_gradients_in_nvfp4_are_those_of_the_record():
     """Seed 0, one batch: nothing that was recorded depends on who recorded it."""
-    found = rigs.fp8.recorded("averaged", "rounded", "batches", "seed")
+    found = rigs.fp8.sweep_record("averaged", "rounded", "batches", "seed")
     error = rigs.fp8.block_error(
         rigs.fp8.reader(), floats.NVFP4, next(rigs.fp8.excerpts(100)), operands=["grad"]
     )

@@ -46,7 +46,7 @@ def outlier() -> Iterator[dict[str, Any]]:
     for name, scheme, how in TRAINED:
         for seed in SEEDS:
             _, losses = rigs.fp8.train_reader(
-                seed, scheme, steps=STEPS, lr=RATE, config=rigs.fp8.WIDE, **how
+                seed, scheme, steps=STEPS, lr=RATE, config=rigs.fp8.WIDE_READER, **how
             )
             yield dict(scheme=name, k=f"{how.get('k', 1):g}", seed=seed, loss=f"{losses[-1]:.4f}")
 

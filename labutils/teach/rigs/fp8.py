@@ -95,11 +95,11 @@ def reader() -> GPT:
     return model
 
 
-WIDE = replace(READER, num_layers=1, d_model=512, d_ff=2048, num_heads=8)
+WIDE_READER = replace(READER, num_layers=1, d_model=512, d_ff=2048, num_heads=8)
 """Four tiles of 128 in a row of its inputs, where `READER` has one."""
 
 
-def recorded(name: str, *by: str) -> dict[tuple[str, ...], list[float]]:
+def sweep_record(name: str, *by: str) -> dict[tuple[str, ...], list[float]]:
     """What `python tools/fp8_sweep.py` wrote into fp8_{name}.csv: the last column, seed by seed, by
     the values of the columns `by`."""
     found = defaultdict(list)
