@@ -499,6 +499,8 @@ plots.curves(
     title="Nearest keeps an error of its own, and rounding x and W costs far more",
     log="xy", **off,
 )  # fmt: skip
+
+# %%
 for name, row in off.items():
     print(f"{name:24}", *(f"{each:6.1%}" for each in row))
 
