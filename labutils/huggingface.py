@@ -56,6 +56,7 @@ def family(model: ModelConfig) -> str:
 
 def config(model: ModelConfig) -> dict[str, Any]:
     """The config.json of a model, which `ModelConfig.from_hf` reads as well."""
+    units.instance(model, ModelConfig, "config")
     kind, m = family(model), model
     both = {"model_type": kind, "vocab_size": m.vocab_size, "tie_word_embeddings": m.tied}
     both |= {"bos_token_id": None, "eos_token_id": None}

@@ -230,6 +230,7 @@ def test_ranks_of_a_mesh_of_a_billion_are_a_range_or_refused():
     assert mesh.ranks(123_456_789, "dp") == range(123_000_789, 124_000_789, 1000)
     assert mesh.ranks(7, "pp", "dp", "tp") == range(10**9)
     assert mesh.ranks(7, "dp", "pp") == range(7, 10**9 + 7, 1000)
+    assert Mesh(dp=10**9, cp=4).ranks(3, "tp", "dp") == range(3, 4 * 10**9 + 3, 4)  # tp is one
     assert len(mesh.ranks(7, "pp", "tp")) == 10**6  # not neighbors: each of them is written down
     for axes in [("pp", "tp"), ("dp",)]:
         with pytest.raises(ValueError, match="at most 1,000,000 can be listed"):

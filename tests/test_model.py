@@ -114,6 +114,12 @@ def test_a_group_of_query_heads_shares_its_key_head(attend):
     torch.testing.assert_close(attend(q, k, v, 0.0), repeated)
 
 
+@pytest.mark.parametrize("attend", model.ATTEND.values())
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_attention_computes_in_the_format_that_it_is_given(attend, dtype):
+    assert attend(*torch.randn(3, 1, 2, 5, 4).to(dtype), 0.0).dtype == dtype
+
+
 @pytest.mark.parametrize("options", [{}, LLAMA, dict(num_experts=3, top_k=2)])
 def test_no_token_sees_a_later_one(options):
     gpt = GPT(ModelConfig(**TINY, **options))

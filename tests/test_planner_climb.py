@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from labutils import planner
 from labutils.config import Hardware, ModelConfig
 from labutils.planner import climb, plans
@@ -66,6 +68,18 @@ def test_it_climbs_and_finds_what_the_search_finds():
     found, best = planner.search(asked), climb.several(asked, ask)
     assert ask(best).fits and len(known) < len(found) / 3
     assert found.fastest.seconds <= ask(best).seconds < 1.1 * found.fastest.seconds
+
+
+def test_starts_are_of_a_cluster_however_small():
+    asked = replace(job(), cluster=replace(job().cluster, gpus_per_node=2))
+    best = climb.several(asked, asking(asked)[0])  # of up to eight ranks of an axis
+    assert best.gpus == 2 and not plans.illegal(asked, best)
+    with pytest.raises(ValueError, match=r"\{'tp': 2, 'pp': 2\} ask for 4 ranks: the cluster has 2"):
+        climb.start_of(asked, tp=2, pp=2)
+    with pytest.raises(ValueError, match="tp must be at least 1, got 0"):
+        climb.start_of(asked, tp=0)
+    with pytest.raises(ValueError, match="width must be at least 1, got 0"):
+        climb.several(asked, asking(asked)[0], 0)
 
 
 def test_it_recomputes_where_nothing_else_helps():

@@ -152,6 +152,13 @@ def test_what_a_task_refuses():
     none = replace(job(nodes=11), batch_tokens=2048)
     with pytest.raises(ValueError, match="no plan is legal for 1 sequences on 88 GPUs"):
         _ = planner.search(none).fastest
+    cluster = planner.Cluster(device=H100, nodes=2053, gpus_per_node=1)  # a prime above seq_len
+    none = replace(none, cluster=cluster)
+    with pytest.raises(ValueError, match="no plan is legal for 1 sequences on 2,053 GPUs"):
+        _ = planner.search(none).fastest
+    for axis in ("dp", "micro_batch", "chunks"):
+        with pytest.raises(ValueError, match=f"{axis} must be at least 1, got 0"):
+            planner.Plan(**{axis: 0})
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2", "mixtral-8x7b"])

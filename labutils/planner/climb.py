@@ -1,9 +1,11 @@
 """Recipes for a plan: from a start, one change at a time, as an engineer does by hand; and from
 several starts. A search that asks for a few hundred plans instead of all of them."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from labutils import units
 from labutils.planner.plans import CHUNKS, Estimate, Job, illegal
 from labutils.planner.work import Plan
 
@@ -24,10 +26,13 @@ def completed(job: Job, plan: Plan) -> Plan:
 
 def start_of(job: Job, **degrees: int) -> Plan:
     """Data parallelism over all that the given axes leave, or over as many ranks as there are
-    sequences; what is left over is a pipeline."""
-    others = 1
-    for axis, n in degrees.items():
-        others *= n if axis != "ep" else 1
+    sequences; what is left over is a pipeline.
+
+    Raises ValueError: for degrees that ask for more ranks than the cluster has.
+    """
+    others = math.prod(units.whole(n, axis, 1) for axis, n in degrees.items() if axis != "ep")
+    if others > (most := job.cluster.gpus):
+        raise ValueError(f"{degrees} ask for {others} ranks: the cluster has {most}")
     dp = min(job.cluster.gpus // others, job.batch)
     rest = job.cluster.gpus // others // dp
     plan = Plan(**({"dp": dp} | degrees | {"pp": degrees.get("pp", 1) * rest}))
@@ -88,6 +93,7 @@ def several(job: Job, ask: Ask, width: int = 8) -> Plan:
     """The best plan of climbs from four starts: plain data parallelism, and `width` ranks of
     tensor, context and pipeline parallelism. Nothing is computed again where a plan fits without.
     """
+    width = min(units.whole(width, "width", 1), job.cluster.gpus)
     experts = {"ep": min(width, job.model.num_experts)} if job.model.num_experts > 1 else {}
     found = []
     for degrees in ({}, {"tp": width}, {"cp": width}, {"pp": width}):

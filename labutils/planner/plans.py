@@ -347,8 +347,9 @@ def search(job: Job, tell: Callable[[int, int], None] = lambda done, of: None) -
 
 
 def estimate(job: Job, plan: Plan) -> Estimate:
-    """One plan, evaluated, legal or not."""
+    """One plan, evaluated, legal or not; raises TypeError for what is no plan."""
     units.instance(job, Job, "estimate")
+    units.instance(plan, Plan, "estimate")
     seconds, peak = seconds_and_peaks(job, plan)
     return Estimate(job, plan, float(seconds), float(peak))
 

@@ -361,6 +361,8 @@ def ledger(model: ModelConfig, plan: Plan, rank: int = 0, stack: str = "megatron
 
     Raises ValueError: for a stack that there is not, or a rank.
     """
+    units.instance(model, ModelConfig, "ledger")
+    units.instance(plan, Plan, "ledger")
     if stack not in STACKS:
         raise ValueError(f"stack={stack!r} is unknown: use {' or '.join(map(repr, STACKS))}")
     if (rank := units.whole(rank, "rank")) >= plan.pp:

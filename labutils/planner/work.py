@@ -17,7 +17,7 @@ import numpy as np
 
 from labutils import anatomy, units
 from labutils.anatomy import FP32_BYTES
-from labutils.config import Mesh, ModelConfig, TrainConfig
+from labutils.config import AXES, Mesh, ModelConfig, TrainConfig
 
 WORK = ("products", "attention", "memory", "kernels", "tp", "cp", "ep", "pp", "dp")
 LINKS = WORK[4:]
@@ -75,7 +75,8 @@ class Plan:
             if known and not (units.is_whole(value) and value in range(len(known))):
                 places = ", ".join(f"{i} is {word!r}" for i, word in enumerate(known))
                 raise ValueError(f"{name}={value!r:.60}: {places}; Plan.read takes the word")
-            object.__setattr__(self, name, units.whole(value, name))
+            least = 1 if name in (*AXES, "micro_batch", "chunks") else 0
+            object.__setattr__(self, name, units.whole(value, name, least))
 
     def named(self) -> dict[str, Any]:
         """One plan in the words of a file: schedule "1f1b", recompute "none", …; what a person
