@@ -1,12 +1,15 @@
 """Every lab keeps its word: the stored notebook is the text twin run from top to bottom, has the anatomy of a lab, and reads well."""
 
 import ast
+import base64
 import html.parser
 import itertools
+import json
 import re
 import statistics
 import subprocess
 import sys
+import zlib
 
 import jupytext
 import nbformat
@@ -215,6 +218,13 @@ def long_numbers(lab):
 def test_digits_that_depend_on_the_machine_are_not_printed(lab, name):
     if name not in ABOUT_DIGITS:
         assert set(long_numbers(lab)) <= EXACT, "print at most six digits of a float"
+
+
+@each_lab
+def test_no_setting_of_a_panel_ends_in_an_error(lab, name):
+    for states in re.findall(r'"views": "([A-Za-z0-9+/=]*)"', "".join(itertools.chain(*map(texts, code(lab))))):
+        for view in json.loads(zlib.decompress(base64.b64decode(states))):
+            assert "lu-error" not in view, view[:500]
 
 
 @each_lab

@@ -579,8 +579,10 @@ hint("planner/exam", 1)
 
 # %%
 def knobs(tp=1, cp=1, pp=1, zero=3):
-    dp = 64 // (tp * cp * pp)
-    plan = Plan(dp=dp, tp=tp, cp=cp, pp=pp, zero=zero)
+    ranks = tp * cp * pp
+    if ranks > 64:
+        return f"<p>illegal: tp {tp}, cp {cp} and pp {pp} are {ranks} ranks of 64</p>"
+    plan = Plan(dp=64 // ranks, tp=tp, cp=cp, pp=pp, zero=zero)
     plan = climb.completed(llama, plan)
     if reason := plans.illegal(llama, plan):
         return f"<p>{text_of(plan)}</p><p>illegal: {reason}</p>"
