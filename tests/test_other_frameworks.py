@@ -1,12 +1,11 @@
 """Exported plans in the parsers and checks of the frameworks themselves.
 
-Each framework is optional, in a folder that a variable names, beside the course's own torch:
+torchtitan 0.2.2 lies where `make test` puts it, and Accelerate among what peft asks for. The others
+are optional, each in a folder that a variable names, beside the course's own torch:
 
-    pip install --no-deps --target A torchtitan==0.2.2 tyro docstring-parser typeguard   TORCHTITAN=A
     pip install --no-deps --target B torchtitan==0.3.0 tyro docstring-parser typeguard spmd_types
                                                                                   TORCHTITAN_RECIPE=B
     git clone --branch core_v0.19.0 https://github.com/NVIDIA/Megatron-LM C               MEGATRON=C
-    pip install --no-deps --target D accelerate==1.15.0                                 ACCELERATE=D
 
 Where none is at hand, `tests/test_planner_command.py` compares with stored names.
 """
@@ -16,6 +15,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import sysconfig
 from dataclasses import replace
 
 import pytest
@@ -24,6 +24,7 @@ from test_planner_command import JOB, PLANS
 from labutils.planner import export
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+HERE = {"TORCHTITAN": f"{sys.prefix}/titan", "ACCELERATE": sysconfig.get_paths()["purelib"]}
 MODEL = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
     --group-query-attention --num-query-groups 8 --max-position-embeddings 8192 --mock-data
     --tokenizer-type NullTokenizer --vocab-size 128255 --untie-embeddings-and-output-weights
@@ -34,7 +35,8 @@ MODEL = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-atte
 def told(variable, program, given):
     """What a program prints as JSON, beside the framework that the variable names; a dictionary of
     strings is on its standard input."""
-    if not (folder := os.environ.get(variable)):
+    folder = os.environ.get(variable, HERE.get(variable, ""))
+    if not os.path.isdir(folder):
         pytest.skip(f"{variable}=… names the folder of the framework")
     outside = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "MODEL": MODEL}
     words = [sys.executable, "-W", "ignore", "-c", f"import json, os, sys\n{program}"]
