@@ -436,7 +436,7 @@ for name, turn in {"as it is": lambda way: way, "rotated": turned}.items():
     print(f"{name:8} {lost_by(found):.2g} % lost")
 
 # %% [markdown]
-# Not that row alone. Without it a rotation still takes away most of what is lost, so other tokens have channels that stand out as well. At 4 bits, with one scale per token, a rotation loses less than groups of 64; with groups along k only 64 products can be summed before they are scaled.
+# Not that row alone. Without it a rotation still takes away most of what is lost, so in other tokens single numbers stand out of their row as well. At 4 bits, with one scale per token, a rotation loses less than groups of 64; with groups along k only 64 products can be summed before they are scaled.
 
 # %% [markdown]
 # ## Further: multiply the integers
