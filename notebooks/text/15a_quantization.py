@@ -346,7 +346,7 @@ print(f"of a word in the middle {usual:.2f}")
 #
 # $$ y_{td}=\sum_k s_t x_{tk}\cdot s_d w_{dk}=s_t\,s_d\sum_k x_{tk}w_{dk}. $$
 #
-# So activations have a scale per *token* t (a row) or one for all, weights one per output channel d. Never one per input channel k. That is why a large token is harmless, it has a scale of its own, and why a large channel is the hard case: it is one k in every row.
+# So activations have a scale per *token* t (a row) or one for all, weights one per output channel d, never one per input channel k. So a large token, with its own scale, is harmless, and a large channel, one k in every row, is hard.
 
 # %% [markdown]
 # Now the whole network, weights in int8 by rows (all but what is rounded is in fp64, so that every machine finds the same codes). Remedies: keep the six largest channels of each input in fp32, the idea of **LLM.int8()**; move the difficulty into the weights, **SmoothQuant**: x/s and s·W have the same product, with $s_k = \max|x_k|^a / \max|w_k|^{1-a}$ from calibration; or turn the basis, weights and inputs by one random **rotation** R, since $(xR)(WR)^{\top} = xW^{\top}$, which spreads a channel over all.
@@ -411,7 +411,7 @@ for name, percent in losses.items():
 reveal("smooth/lost", percent=round(losses["A8, SmoothQuant, a = 0.5"], 1))
 
 # %% [markdown]
-# One token out of the shared scale mends most of it. SmoothQuant with a = 0.5 on all layers is worse than nothing. But its paper smooths only what stands behind a norm, whose gain can take 1/s for free: there 0.5 is a small gain. On all layers 0.75, where s follows the inputs more than the weights, is among the best. One setting is no verdict on a method. And the rotation?
+# One token out of the shared scale mends most of it. SmoothQuant with a = 0.5 on all layers is worse than nothing. But its paper smooths only what stands behind a norm, whose gain can take 1/s for free: there 0.5 is a small gain. On all layers 0.75, where s follows the inputs more than the weights, loses 0.5 % (behind norms alone 1.3 %: it mends the inputs of `down` and `output`; and calibration would have chosen 0.8, with 0.8 %). One setting is no verdict on a method. And the rotation?
 
 # %%
 turned = quantization.rotated
@@ -465,7 +465,7 @@ for limit in (None, seen, seen / 2):
 # %% [markdown]
 # ### Exercise 15.2 · Bug hunt: the layer that passed its test (12 min, ●●●)
 #
-# A linear layer of int8 codes: x has one scale, limit/127, and w one per output channel. Its test passes. Three things are wrong.
+# A linear layer of int8 codes for x[tokens, k] and w[d, k], which has no row of zeros: x has one scale, limit/127, and w one per output channel. The result, fp32, should be that of the rounded numbers, for any k and any x. Its test passes. Three things are wrong.
 
 
 # %%
@@ -554,12 +554,12 @@ for name, weights in four.items():
     print(f"{name:20} {size.get(name, 4.5):5} bits  {percent:.2g} % lost")
 
 # %% [markdown]
-# At 4.5 bits NF4 loses half of what even values do in groups of 64, by its values alone. NVFP4 has two causes, and each alone does most of it: even values in groups of 16 with scales of 8 bits lose 2.9 % at the same 4.5 bits, its own values in groups of 64 3.1 %, and both together 2.3 %.
+# At 4.5 bits NF4 loses half of what even values do in groups of 64. Not by its values alone: int4 uses 15 of 16 codes. Even values from −8 to 7, the largest of a group at −8, lose 3.7 %. NVFP4 has two causes, and each alone does most of it: even values in groups of 16 with scales of 8 bits lose 2.9 % at the same 4.5 bits, its own values in groups of 64 3.1 %, and both together 2.3 %.
 #
-# **Error feedback**, as in GPTQ. Rounding to nearest makes the error of each *weight* small. What you want small is the error of the *output* on inputs that come. So round one column of W after another, and let the columns
+# **Error feedback**, as in GPTQ. Rounding to nearest makes the error of each *weight* small. What you want small is the error of the *output* on inputs that come, δᵀHδ if a row moves by δ. So round one column of W after another, and let the columns
 # that are still free make up for what the last one has done; $H = X^{\top}X$ of calibration inputs says how well they can.
 
-# The column j gets its nearest value. With $e = (w_j - \hat w_j)\,/\,H^{-1}_{jj}$ for each row, the columns after it change by $-e\,H^{-1}_{j,\cdot}$. Then j is eliminated from $H^{-1}$, which becomes the inverse of what is left of H: $H^{-1} - H^{-1}_{\cdot,j}\,H^{-1}_{j,\cdot}\,/\,H^{-1}_{jj}$.
+# The column j gets its nearest value. With $e = (w_j - \hat w_j)\,/\,H^{-1}_{jj}$ for each row, the columns after it change by $-e\,H^{-1}_{j,\cdot}$, which makes δᵀHδ least for this $\delta_j$. Then j is eliminated from $H^{-1}$, which becomes the inverse of what is left of H: $H^{-1} - H^{-1}_{\cdot,j}\,H^{-1}_{j,\cdot}\,/\,H^{-1}_{jj}$.
 #
 # ### Exercise 15.3 · Round so that errors cancel (15 min, ●●●)
 
@@ -608,7 +608,7 @@ answers["int4, error feedback"] = new = fed(unseen)
 print(f"{lost_by(new):.2g} % lost, {kept_neighbors(new):.1f} of 5 neighbors kept")
 
 # %% [markdown]
-# Half of what rounding to nearest lost, with even values and the same bits, and about what NF4 loses.
+# Half of what rounding to nearest lost, with the same bits, and about what NF4 loses. (Damping adds a tenth of the mean of H's diagonal: of few tokens H is singular.)
 
 # %% [markdown]
 # ### Further: every remedy in one table
@@ -629,7 +629,7 @@ for name in sorted(answers, key=lambda name: lost_by(answers[name])):
     print(f"{name:36} {of}: {percent:4.1f} % lost, {kept:.1f} of 5")
 
 # %% [markdown]
-# Weights alone cost 2 to 5 % at 4.5 bits. Activations of 8 bits cost 0.3 % where each token has its scale, 1.8 % where all share one, and 0.1 % where all share one in a rotated basis. Activations of 4 bits cost as much as weights of 4 bits if both are scaled in groups of 64, and with a scale per token 17 %, rotated 3.7 %. The two rotations above lose nearly the same and differ by five sentences of fifty in the neighbors that they keep: smaller differences in the last column mean nothing. (Bits of activations without their scales; six channels, or [CLS], in fp32 are not counted.)
+# Weights alone cost 2 to 5 % at 4.5 bits. Activations of 8 bits cost 0.3 % where each token has its scale, 1.8 % where all share one, and 0.1 % where all share one in a rotated basis. Activations of 4 bits cost here as much as weights of 4 bits if both are scaled in groups of 64, and with a scale per token 17 %, rotated 3.7 %. The two rotations above lose nearly the same and differ by five sentences of fifty in the neighbors that they keep: smaller differences in the last column mean nothing. Nor do differences of 0.1 % in the loss: between NF4 and NVFP4 it is 0.13 ± 0.06. (Bits of activations without their scales; six channels, or [CLS], in fp32 are not counted.)
 
 # %% [markdown]
 # ### Further: an overdetermined basis
@@ -651,7 +651,7 @@ plots.curves(
 )
 
 # %% [markdown]
-# After some pairs the rest is no Gaussian any more. Both parts have numbers of nearly one size, which is what few bits hold well.
+# After some pairs the rest is no Gaussian any more. Both parts have numbers of nearly one size, which few bits should hold well; that is not tried here.
 
 # %% [markdown]
 # ## Further: what do 8 bits buy?
@@ -663,7 +663,7 @@ plots.curves(
 # &\frac{2\Psi b}{\text{rate of products}}\Bigr).
 # \end{aligned} $$
 #
-# > An H100 reads 3.35 TB/s and makes 989 TFLOP/s in bf16. Weights go from 16 to 4 bits, products stay bf16. With b = 512 sequences at a time, how many times as fast is a step?
+# > An H100 reads 3.35 TB/s and makes 989 TFLOP/s in bf16. Weights go from 16 to 4.5 bits (4 and their scales), products stay bf16. With b = 512 sequences at a time, how many times as fast is a step?
 
 # %%
 predict("four-bits/faster", times=4)
@@ -768,8 +768,8 @@ explore(knobs, states=40, bits=(2, 8), outlier=[3, 5, 10, 20, 40])
 # > - Four of MiniLM's 10.6 million weights, all in row 99, bring two thirds of what int8 with one scale per matrix loses. At zero they hardly change the answers. With a scale per row int8 loses 0.03 % of the cosine; int4 in groups of 64 loses 4.7 %, NF4 2.5 %.
 # > - Behind a LayerNorm no number exceeds √h times its gain, 19.6 times here. In MiniLM one channel is that large, at a sentence's first token and only there: a rotation, a scale per token, or SmoothQuant with a = 0.75 copes with it.
 # >   <!-- arithmetic: round(384**0.5, 1) == 19.6 -->
-# > - Scales leave a product if they belong to a token or an output channel. Codes of int8 are summed in int32: two products can make 32,258. Clip, then round, then cast.
-# >   <!-- claim: quantization.int8_product(torch.full((1, 2), 127, dtype=torch.int8), torch.full((1, 2), 127, dtype=torch.int8)).item() == 2 * 127**2 -->
+# > - Scales leave a product if they belong to a token or an output channel. Codes of int8 are summed in int32: three products can make 48,387, more than int16 holds. Clip, then round, then cast.
+# >   <!-- claim: quantization.int8_product(torch.full((1, 3), 127, dtype=torch.int8), torch.full((1, 3), 127, dtype=torch.int8)).item() == 48387 -->
 # > - Error feedback rounds for the output and not for the weight; judge it on inputs it has not seen. Here it halves what int4 loses.
 # > - Few bits per weight make generation faster while fewer than 295 sequences share a step on an H100, and 16/bits times as fast while fewer than 295 · bits/16 do. Products of 8 bits have twice the rate.
 # >   <!-- claim: round(config.Hardware.named("H100").flops["bf16"] / config.Hardware.named("H100").memory_bandwidth) == 295 -->
