@@ -133,7 +133,7 @@ for count in (8_192, 121_500):
     print(f"{count:7,} tokens:", {of: units.text(n) for of, n in sent.items()})
 
 # %% [markdown]
-# A step of few tokens sends far less through the middle of a pipeline than in an all-reduce, and a large one as much or more. At an end the tied embedding is most of a small step. (A cut's messages wait for neighbors alone; an all-reduce waits for all ranks.)
+# A step of few tokens sends far less through the middle of a pipeline than in an all-reduce, and a large one as much or more. At an end the tied embedding is most of a small step.
 #
 # What it saves: each rank holds, and updates, its own parameters only.
 
@@ -172,8 +172,7 @@ enough = next(m for m in range(1, 99) if fraction(m) <= 0.1)
 reveal("bubble/ten-percent", micro_batches=enough)
 
 # %% [markdown]
-# The simulator plays the operations one by one and knows neither formula. It agrees with both, for other times too. (`Durations` gives a backward pass in two parts, B and W, which lab 13b
-# takes apart; here it takes their sum.)
+# The simulator plays the operations one by one and knows neither formula. It agrees with both, for other times too. (`Durations` has two parts of a backward pass, B and W, for lab 13b.)
 
 # %%
 run = simulate(schedule.gpipe(4, 8), Durations(F=1, B=1.1, W=0.9))
@@ -208,7 +207,7 @@ for name, each in {"simulated": simulate(plan, pace), "measured": paced}.items()
 {"the order of the schedule": paced.schedule == plan}
 
 # %% [markdown]
-# Nobody told the ranks when to start. They wait for messages, and the bubble comes out. It is longer than simulated, where messages take no time and each rank has a core, and by more on a machine that has other things to do. `paced.to_perfetto("step.json")` writes it as a trace, a track per rank and what it holds below,
+# Nobody told the ranks when to start. They wait for messages, and the bubble comes out. It is longer than simulated, where messages take no time and each rank has a core. `paced.to_perfetto("step.json")` writes it as a trace, a track per rank and what it holds below,
 # which ui.perfetto.dev opens.
 
 # %% [markdown]
@@ -326,7 +325,7 @@ head = 4 * 1024 * (gpt2.vocab_size + 2 * gpt2.d_model)  # logits, two inputs
 print("one device without the head:", units.text(alone - head))
 
 # %% [markdown]
-# **Under 1F1B rank 0 keeps as much for its layers as one device does for all of them.** It has a quarter of the layers, and four micro-batches in flight: p · L/p = L. It is spared only the head, which the last rank has; rank i keeps (p − i)/p of what one device keeps for layers. What a cut saves on every rank is parameters, gradients and optimizer states. Activations shrink by recomputation, by tensor parallelism (lab 10), by shorter rows (lab 11), or with fewer micro-batches in flight.
+# **Under 1F1B rank 0 keeps as much for its layers as one device does for all of them,** if m ≥ p and nothing is recomputed. It has a quarter of the layers, and four micro-batches in flight: p · L/p = L. It is spared only the head, which the last rank has; rank i keeps (p − i)/p of what one device keeps for layers. What a cut saves on every rank is parameters, gradients and optimizer states. Activations shrink by recomputation, by tensor parallelism (lab 10), by shorter rows (lab 11), or with fewer micro-batches in flight.
 
 # %% [markdown]
 # ### Exercise 13.2 · Bound the memory (8 min, ●○○)
@@ -393,7 +392,7 @@ path = timed((3, 3, 3, 3)).critical_path()
 f"{sum(op.stage == 3 for op in path)} of {len(path)}"
 
 # %% [markdown]
-# Embedding and head are also why the *first* and *last* stage of the small model above hold more parameters than the others: a cut by time is no cut by memory.
+# Cut by time the step takes 143 blocks in place of 206. Embedding and head are also why the *first* and *last* stage of the small model above hold more parameters than the others: a cut by time is no cut by memory.
 
 # %% [markdown]
 # ## Who waits for whom?
@@ -436,7 +435,7 @@ makers = schedule.gpipe, schedule.one_f_one_b, schedule.eager_one_f_one_b
 
 # %% [markdown]
 # GPipe pays on the way in and on the way out, 2(p − 1) messages. 1F1B pays for every micro-batch: a way to the end and back now takes 2(p − 1) messages more, and the p micro-batches that
-# rank 0 has in flight no longer fill it. That is 2(p − 1)/p each, on 2, 4 and 8 ranks as on these. Eager 1F1B hides the message by keeping more micro-batches in flight, and pays in memory. It does so as long as a message takes at most half of F + B, here 1.5 units; a longer one costs it something for every micro-batch, too. (Level 3 of the board asks for this order.)
+# rank 0 has in flight no longer fill it. That is 2(p − 1)/p each. Eager 1F1B hides the message by keeping more micro-batches in flight, and pays in memory. It does so as long as a message takes at most half of F + B, here 1.5 units; a longer one costs it something for every micro-batch, too.
 #   <!-- claim: all(abs(schedule.simulate(schedule.eager_one_f_one_b(4, m), link=config.Link(t, 1e30)).makespan - schedule.simulate(schedule.eager_one_f_one_b(4, m)).makespan - 6 * t) < 1e-9 for t in (0.5, 1.5) for m in (32, 64)) == True -->
 
 # %%
@@ -445,7 +444,7 @@ each = [(plain(64, p) - plain(32, p)) / 32 for p in (2, 4, 8)]
 each, [2 * (p - 1) / p for p in (2, 4, 8)], schedule.eager_one_f_one_b(4, 8).peak(0)
 
 # %% [markdown]
-# *As long as a forward* was there to make it visible. For Llama-2-7B on four ranks, 4,096 tokens per micro-batch in bf16, 40 % of an H100's peak, and a network of 50 GB/s (lab 09), a message takes this part of a forward; and a step of 32 micro-batches becomes longer by:
+# *As long as a forward* was there to make it visible. For Llama-2-7B on four ranks, 4,096 tokens per micro-batch in bf16, 40 % of an H100's peak, and a network of 50 GB/s, a message takes this part of a forward; and a step of 32 becomes longer by:
 
 # %%
 llama, h100 = ModelConfig.named("llama-2-7b"), Hardware.named("H100")
@@ -458,7 +457,7 @@ for make in makers:
     print(f"{make.__name__:18} {extra(make, 32, link=real) / whole:.1%} longer")
 
 # %% [markdown]
-# So with stages of this size 1F1B's messages cost about one percent, even between nodes. That is why pipelines are laid across nodes, and tensor parallelism, which would wait there half of each layer (lab 10), inside one (Narayanan et al. 2021, section 3.2). With eight ranks of tensor parallelism in each node a forward is an eighth as long. Then the message has to be cut in eight, too, as sequence parallelism does and Narayanan's scatter/gather (section 4.1): whole it is 14 % of a forward.
+# With lab 09's 61 % and 40 GB/s these shares are 1.9 times as large. So 1F1B's messages cost one to two percent here, even between nodes. That is why pipelines are laid across nodes, and tensor parallelism, which would wait there half of each layer (lab 10), inside one (Narayanan et al. 2021, section 3.2). With eight ranks of tensor parallelism in each node a forward is an eighth as long. Then the message has to be cut in eight, too, as sequence parallelism does and Narayanan's scatter/gather (section 4.1): whole it is 14 % of a forward (26 % by lab 09).
 #   <!-- claim: (lambda m: round(100 * 8 * (2 * 4096 * m.d_model / 50e9) / (m.flops_per_token() / 3 * 4096 / 4 / (0.4 * config.Hardware.named("H100").flops["bf16"]))))(config.ModelConfig.named("llama-2-7b")) == 14 -->
 
 # %% [markdown]
@@ -474,7 +473,7 @@ chunks = schedule.interleaved(4, 8, chunks=2)
 plots.gantt(simulate(plan), simulate(chunks, half))
 
 # %% [markdown]
-# The price: u times as many messages from a rank in the middle, here rank 1. And this order holds more, p(1 + (p − 1)/(pu)) micro-batches on rank 0 in place of p. Is that a price of chunks? It runs two forwards first for each rank behind this one. `fewer` runs one, as 1F1B does:
+# The price: u times as many messages from a rank in the middle, here rank 1. And this order holds more, p(1 + (p − 1)/(pu)) micro-batches on rank 0 in place of p. Is that a price of chunks? Before its first backward it runs two forwards for each rank that follows. `fewer` runs one, as 1F1B does:
 
 # %%
 p, how = 4, dict(chunks=2, a_round=4)
@@ -494,7 +493,7 @@ for each in (plan, chunks, fewer):
 # %% [markdown]
 # ### Exercise 13.3 · Bug hunt: the order that hangs from three ranks on (12 min, ●●○)
 #
-# It passed its test, which had two ranks and two chunks.
+# It passed its test, which had two ranks and two chunks. From three ranks on it hangs: find the ring in which they wait, and repair it.
 
 
 # %%
@@ -578,7 +577,7 @@ for lr in (0.03, 0.1, 0.3, 0.6):
     print(f"lr {lr:4}: {stale:.1f} stale, {alone:.1f} alone, {flushed:.1f} after 12")
 
 # %% [markdown]
-# At each of these rates gradients of weights that are up to three updates old learn less here *per micro-batch*: the best of the four runs ends near 2.7, where one device has come to about 1.7 (a model that guesses has 4.85; at the two larger rates a run hangs on the last digits, and differs between CPUs). *Per time* no order shows: after 12 updates without staleness the best loss is 3.3, and of two other seeds one is better stale and one is not.
+# Stale gradients cost a nat here per micro-batch, and nothing that shows per time. At each of these rates gradients of weights that are up to three updates old learn less *per micro-batch*: the best of the four runs ends near 2.7, where one device has come to about 1.7 (a model that guesses has 4.85; at the two larger rates a run hangs on the last digits, and differs between CPUs). *Per time* no order shows: after 12 updates without staleness the best loss is 3.3, and of two other seeds one is better stale and one is not.
 #
 # At a still larger rate PipeDream's loss is nan. Is that staleness? The control, one device at the same rate, after 48 updates:
 
@@ -662,7 +661,7 @@ explore(view, states=48, model=sizes, GBps=[1, 50], order=list(orders), m=[4, 8]
 # >   <!-- claim: [round(schedule.simulate(schedule.gpipe(4, m)).bubble_fraction, 3) for m in (26, 27)] == [0.103, 0.1] -->
 # > - Where messages take no time, 1F1B waits as long as GPipe. It holds p − i micro-batches on rank i: on rank 0 of four 4, where GPipe holds all 8 or 64, or recomputes them as its paper does.
 # >   <!-- claim: [[schedule.one_f_one_b(4, m).peak(0), schedule.gpipe(4, m).peak(0)] for m in (8, 64)] == [[4, 8], [4, 64]] -->
-# > - Under 1F1B rank 0 saves no activations of layers: p micro-batches of L/p layers are those of one device with all L. Only the head's are elsewhere.
+# > - Under 1F1B, with m ≥ p, rank 0 saves no activations of layers: p micro-batches of L/p layers are those of one device with all L. Only the head's are elsewhere.
 # >   <!-- claim: [schedule.one_f_one_b(p, 64).peak(0) / p for p in (1, 4, 8)] == [1, 1, 1] -->
 # > - The longest stage sets the pace. Count the head: cut in four by FLOPs, GPT-2 has no block on the head's rank.
 # >   <!-- claim: pipeline.cut(config.ModelConfig.named("gpt2"), 4) == (4, 4, 4, 0) -->

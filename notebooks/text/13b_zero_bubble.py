@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 13b · Fill the bubble
 #
-# **1F1B leaves every rank idle for (p − 1)(F + B). Which work can be moved there, how much of the bubble goes, and what does each step of it cost in memory?**
+# **1F1B leaves every rank idle for p − 1 forward and backward passes. Which work can be moved there, how much of the bubble goes, and what does each step of it cost in memory?**
 #
-# *80 min, and 5 further · before this: lab 13a · needs a laptop, no GPU and no network*
+# *85 min, and 5 further · before this: lab 13a · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -116,7 +116,7 @@ show(pipeline.Later)
 #
 # ### Exercise 13.4 · Bug hunt: the weight gradients that came too late (12 min, ●●○)
 #
-# This backward pass of a chain of linear layers passed its test, which had one layer.
+# This backward pass of a chain of linear layers passed its test, which had one layer. In a pipeline W may run after the forwards and B of later micro-batches, and a weight collects all of them.
 
 
 # %%
@@ -179,7 +179,7 @@ h1 = schedule.zb_h1(4, 8)
 plots.gantt(simulate(schedule.one_f_one_b(4, 8)), simulate(h1))
 
 # %% [markdown]
-# This is *ZB-H1* of Qi et al. (2023). A third of the bubble stays, if F, B and W take equally long: in general (p − 1)(F + B − W), as long as W is the shortest. Formula and simulation, for
+# This is *ZB-H1* of Qi et al. (2023). A third of the bubble stays, if F, B and W take equally long: in general (p − 1)(F + B − W), as long as W is the shortest. The last rank gets its first input at (p − 1)F and has p W left when its last B ends, at (p − 1)F + m(F + B) + (m − p)W. Then p − 1 B go back to rank 0, which has one W left: in all m(F + B + W) + (p − 1)(F + B − W). Formula and simulation, for
 # other times:
 
 # %%
@@ -284,7 +284,7 @@ for q in range(4):
     print(f"q = {q}: {held:.2f} GB, a step of {takes} units")
 
 # %% [markdown]
-# Each W that waits on the last rank buys one unit of time, and costs the logits of one micro-batch. (On a last rank that has blocks, too, the head's own W could be paid at once and those of the blocks alone be put off: `Later` makes no such difference.)
+# Each W that waits on the last rank buys one unit of time (if all stages take equally long), and costs the logits of one micro-batch. With recomputation it costs more: what B recomputed stays until W. (On a last rank that has blocks, too, the head's own W could be paid at once and those of the blocks alone be put off: `Later` makes no such difference.)
 
 # %% [markdown]
 # ## What stops the rest?
@@ -303,7 +303,7 @@ reveal("h2/shorter", percent=100 * shorter)
 
 # %% [markdown]
 # Nothing, as long as B and W take equally long, and a forward is no shorter. On a line of stages the last rank waits p − 1 forwards for its first input, whatever the order, and has m(F + B + W) to do after that: a step that ends in a barrier takes
-# at least 3m + p − 1 units, which is what ZB-H1 takes. With the B and W counted above, and others:
+# at least (p − 1)F + m(F + B + W), here 3m + p − 1 units, which is what ZB-H1 takes. With the B and W counted above, and others:
 
 # %%
 for b, w in ((1.0, 1.0), (1.08, 0.92), (1.3, 0.7), (1.6, 0.4), (1.8, 0.2)):
@@ -382,7 +382,7 @@ for row, times in clocked.items():
         print(f"    {said:11}", *(f"{name} {each:.3f}" for name, each in pairs))
 
 # %% [markdown]
-# With equal times all are measured larger, by 0.01 to 0.11 of the time. Under ZB-H1 and ZB-H2 the cause of most of that is W: on these GPUs it takes a half to three quarters of B. 1F1B waits the same share whatever W takes of a backward pass. With their times the formulas miss what is measured by up to 0.02, and that rest is messages and all else. What was searched for with these times in hand comes near zero.
+# With equal times all are measured larger, by 1 to 11 points of the whole time. Under ZB-H1 and ZB-H2 the cause of most of that is W: on these GPUs it takes a half to three quarters of B. (By FLOPs it would take more: measure it.) 1F1B waits the same share whatever W takes of a backward pass. With their times the formulas miss what is measured by up to 0.02; the rest may be messages. What was searched for with these times in hand comes near zero in three of the four settings.
 
 # %% [markdown]
 # ## Does it need the memory?
@@ -442,7 +442,7 @@ for pair in (1.5, 1.3, 1.1):
     print(f"F with B and W in {pair}, per step: DualPipeV {both:.1f}, ZB-V {v:.1f}")
 
 # %% [markdown]
-# Without a gain from running at once, 1.5 for all three, DualPipeV is the longer one. (`pipeline.run` has one device per rank and runs such pairs one after the other, F first: the same
+# "A pair" is F of one micro-batch with B and W of another. If it takes its parts' 1.5, DualPipeV is the longer one; it pays from 1.33 down, a ninth less than the parts. (`pipeline.run` has one device per rank and runs such pairs one after the other, F first: the same
 # gradients, and no gain.)
 
 # %% [markdown]
