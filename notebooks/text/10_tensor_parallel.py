@@ -145,7 +145,7 @@ print(f"GELU of the parts, or of the sum: up to {apart.abs().max():.0f} apart")
 #
 # ### Exercise 10.1 · Split a feed-forward layer (25 min, ●●○)
 #
-# All ranks get the same x and the same whole layers. Use your share of them. Autograd does not see through `comm.all_reduce`: write f and g as
+# All ranks get the same x and the same whole layers. Use your share. On every rank y, the gradient of x and that of `down.bias` are whole; of `up` and `down` your share. Autograd does not see through `comm.all_reduce`: write f and g as
 # `torch.autograd.Function`s, or with hooks of tensors.
 
 
@@ -457,7 +457,7 @@ ends = {name: round(each[-1], 2) for name, each in losses.items()}
 ends, {name: round(each[-1], 2) for name, each in apart.items()}
 
 # %% [markdown]
-# No loss shows it. Compare what should be alike on all ranks, as the second figure does; one broadcast is enough for that. (A snapshot takes one rank's copy: the model that is loaded is not the one that was trained.)
+# This loss does not show it. Compare what should be alike on all ranks, as the second figure does; one broadcast is enough for that. (A snapshot takes one rank's copy: the model that is loaded is not the one that was trained.)
 
 # %% [markdown]
 # ### Further: at full size
@@ -543,7 +543,7 @@ f"on a single ring: {through_one.makespan / eight.makespan:.1f} times as long"
 #
 # ### Further: and over a training step?
 #
-# Backward a layer computes twice as much, sends its four halves again, and gathers twice what was not kept. That gather can hide behind the product that gives the input's gradient, the scatter of this gradient behind that of the weights'. Both take as long as the product by columns. None, one or both hidden:
+# Backward a layer computes twice as much, sends its four halves again, and gathers twice what was not kept. That gather can hide behind the product that gives the input's gradient, the scatter of this gradient behind that of the weights'. Each of these two products takes as long as the layer's product by columns forward. Columns below: none, one or both hidden.
 
 
 # %%
@@ -606,7 +606,7 @@ for policy, said in policies.items():
 reveal("mesh-of-64/tp", ranks=fitting[min(fitting)])
 
 # %% [markdown]
-# With memory enough nobody would split a matrix: the step would take 7.6 seconds, and 454 GB per rank. Eight ranks make room for 1.7 seconds more. Four do with recomputed blocks, and take longer than eight without; and a second node of tensor parallelism takes almost four seconds more for room that is not needed. (States and activations are counted, nothing overlaps, and pipelines come in lab 13a.)
+# With memory enough, and as many sequences as GPUs, nobody would split a matrix: the step would take 7.6 seconds, and 454 GB per rank. Eight ranks make room for 1.7 seconds more. Four do with recomputed blocks, and take longer than eight without; and a second node of tensor parallelism takes almost four seconds more for room that is not needed. The 80 GB have no reserve: if a tenth must stay free (lab 17), eight ranks, at 72.2 GB, just fail, and four with recomputation win. (States and activations are counted, nothing overlaps, and pipelines come in lab 13a.)
 
 # %% [markdown]
 # ### Which width is enough?
@@ -642,7 +642,7 @@ plots.curves(
 )
 
 # %% [markdown]
-# What is left between dots and line are attention's scores, which take FLOPs and send nothing, and widths that are not quite GPT's. The scores, counted in full, are s/6h of the products: 4 % of those of the 70B at 2,048 tokens, 2.7 times as much at 131,072. So a long sequence does help. Eight ranks in a node:
+# What is left between dots and line are attention's scores, which take FLOPs and send nothing, and widths that are not quite GPT's. The scores, counted in full, are s/6h of the products: 4 % of them for the 70B at 2,048 tokens; at 131,072 they are 2.7 times the products. So a long sequence does help. Eight ranks in a node:
 
 # %%
 for s in (2048, 8192, 131_072):

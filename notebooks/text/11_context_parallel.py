@@ -355,7 +355,7 @@ is_right(results)
 # ### Exercise 11.2 · Bug hunt: the model that passed its test (12 min, ●●●)
 #
 # Written by hand: a model, its tokens in a zig-zag, the ring. `loss` is to be such that the *mean over ranks* of losses, and of gradients, is that of the whole sequences.
-# Its test compares the loss of a fresh model. Three things are wrong.
+# Its test compares the loss of a fresh model. Three things are wrong. (`model.places_`, if not None, is a function of the number of tokens that gives their places.)
 
 
 # %%
@@ -451,14 +451,14 @@ for n in (1, 2, 4, 8, 16):
     print(f"{n:5}  {kept:16,} B  {kept - batch - formula:11}  {units.text(whole):>20}")
 
 # %% [markdown]
-# One layer keeps more than 1/32 of it all: the log-probabilities are there once.
+# 32 times the first column would be more than the last: log-probabilities are in the one layer's number, and a model has them once.
 
 # %%
 by_1, by_16 = (formulas.activations(llama, bf16, Mesh(cp=n)).total for n in (1, 16))
 reveal("kept/of-16", times=round(by_1 / by_16, 3))
 
 # %% [markdown]
-# Of what a rank holds, context parallelism divides activations and nothing else: every rank holds all weights. So the same ranks shard those, ZeRO over `("dp", "cp")` (lab 09).
+# Of what a rank holds, context parallelism divides activations and nothing else: every rank holds all weights. 61.5 GB and 128 GB of states (16 bytes for each of 8.03 billion parameters) do not fit an H100. So the same ranks shard those, ZeRO over `("dp", "cp")` (lab 09): with ZeRO-3 it is 61.5 + 8 GB and a gathered layer, which just fits. With recomputation (lab 04) far fewer ranks would do; a ring then goes round three times, and sends a quarter more.
 
 # %% [markdown]
 # ## Further: or trade tokens for heads?
@@ -534,7 +534,7 @@ reveal("ring/over-ulysses", times=ratio[8])
 # %% [markdown]
 # On four ranks the ring sends less forward, and 1.6 times as much in the whole step. Ulysses computes with one kernel over the whole sequence. But attention waits for the exchange, and there are no more ranks than heads.
 #
-# **Or gather all keys.** A third way sends forward what the ring sends, in one all-gather before attention. The backward pass gathers them again, unless they were kept, and ends with a reduce-scatter of their gradients. Nothing overlaps, and a rank holds all keys and values of one layer. Llama 3 405B was trained like that: 131,072 tokens on 16 ranks, times eight of tensor parallelism (section 3.3.2
+# **Or gather all keys.** A third way sends forward what the ring sends, in one all-gather before attention. The backward pass gathers them again, unless they were kept, and ends with a reduce-scatter of their gradients. In this simplest form nothing overlaps, and a rank holds all keys and values of one layer. Llama 3 405B was trained like that: 131,072 tokens on 16 ranks, times eight of tensor parallelism (section 3.3.2
 # of its report), because document masks are simple when all keys are there, and because with grouped queries the keys are small. Would you?
 #
 # > Llama-3.1-405B has 128 query heads and 8 key–value heads. Without tensor parallelism a ring of 16 ranks sends 1.8 times the bytes of Ulysses in a training step, by the formulas above. How many times, if eight ranks of `tp` share out the heads first (lab 10)?
@@ -585,10 +585,10 @@ for tp in (1, 8):
 reveal("llama-405b/ring-over-ulysses", times=round(ring_sends / ulysses_sends, 2))
 
 # %% [markdown]
-# With eight ranks of tensor parallelism all three send the same. A ring and an all-gather send keys, of which a rank has one head in place of eight. Ulysses gains less: 16 ranks need 16 key–value heads, and each copies its only one 16 times.
+# With eight ranks of tensor parallelism all three send the same here, where a rank has as many query heads as cp has ranks, 16; on fewer ranks the ring sends less than Ulysses. A ring and an all-gather send keys, of which a rank has one head in place of eight. Ulysses gains less: 16 ranks need 16 key–value heads, and each copies its only one 16 times.
 #
-# So the choice is between a wait of 20 % of attention's computing, which is a tenth of all that a layer computes, and a ring that has next to none. (What the ring pays is not counted here: 16 small products in place of one large, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks that stay simple. With fewer tokens per rank the share of the all-gather grows, while
-# the ring hides down to 1,528 tokens forward and 1.2 times as many backward; with longer sequences an all-gather holds more.
+# So the choice is between a wait of 20 % of attention's computing, which is a tenth of all that a layer computes, and a ring that has next to none. (What the ring pays is not counted here: 16 small products in place of one large, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks that stay simple. So: a ring for long sequences on slow links, since it
+# hides down to 1,528 tokens per rank forward and 1.2 times as many backward; an all-gather while its memory and its wait do not hurt; Ulysses if there is no tp.
 #   <!-- claim: (lambda h: round(context_parallel.least_tokens(h.rate("attention"), h.network.bandwidth, groups=8 / 128)))(config.Hardware.named("H100")) == 1528 -->
 #
 # `predict.time` counts a step of any mesh as if nothing overlapped, as the all-gather does (lab 10). Are these its seconds? One layer, without the latency of 5 µs per message:
@@ -729,7 +729,7 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # > - Ulysses trades tokens for heads, and has no more ranks than heads. On 8 ranks of Llama-3.1-8B a ring sends 1.6 times as much forward and 3.2 times as much in a training step, but can hide it.
 # >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(name=name).total for way, name in (("ring", "ring forward"), ("ulysses", "all_to_all forward")))) == 1.6 -->
 # >   <!-- claim: round((lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(axis="cp").total for way in ("ring", "ulysses"))), 1) == 3.2 -->
-# > - Tensor parallelism shares out the heads first, and takes from Ulysses what it gains: with Llama-3.1-405B's 16 ranks of cp times 8 of tp, ring, Ulysses and an all-gather of keys send the same in a step.
+# > - Tensor parallelism shares out the heads first, and takes from Ulysses what it gains: with Llama-3.1-405B's 16 ranks of cp times 8 of tp, ring, Ulysses and an all-gather of keys send the same in a step; on fewer ranks of cp the ring sends less.
 # >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-405b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=16, tp=8)).only(axis="cp").total for way in ("ring", "ulysses"))) == 1 -->
 #
 # Next: [lab 12](12_expert_parallel.ipynb) shares out the experts of a layer.
