@@ -606,7 +606,7 @@ for policy, said in policies.items():
 reveal("mesh-of-64/tp", ranks=fitting[min(fitting)])
 
 # %% [markdown]
-# With memory enough, and as many sequences as GPUs, nobody would split a matrix: the step would take 7.6 seconds, and 454 GB per rank. Eight ranks make room for 1.7 seconds more. Four do with recomputed blocks, and take longer than eight without; and a second node of tensor parallelism takes almost four seconds more for room that is not needed. The 80 GB have no reserve: if a tenth must stay free (lab 17), eight ranks, at 72.2 GB, just fail, and four with recomputation win. (States and activations are counted, nothing overlaps, and pipelines come in lab 13a.)
+# With memory enough, and as many sequences as GPUs, nobody would split a matrix: the step would take 7.6 seconds, and 454 GB per rank. Eight ranks make room for 1.7 seconds more. Four do with recomputed blocks, and take longer than eight without; and a second node of tensor parallelism takes almost four seconds more for room that is not needed. The 80 GB have no reserve: if a tenth must stay free (lab 17), eight ranks, at 72.2 GB, fail, and four with recomputation win. (States and activations are counted, nothing overlaps, and pipelines come in lab 13a.)
 
 # %% [markdown]
 # ### Which width is enough?

@@ -458,7 +458,7 @@ by_1, by_16 = (formulas.activations(llama, bf16, Mesh(cp=n)).total for n in (1, 
 reveal("kept/of-16", times=round(by_1 / by_16, 3))
 
 # %% [markdown]
-# Of what a rank holds, context parallelism divides activations and nothing else: every rank holds all weights. 61.5 GB and 128 GB of states (16 bytes for each of 8.03 billion parameters) do not fit an H100. So the same ranks shard those, ZeRO over `("dp", "cp")` (lab 09): with ZeRO-3 it is 61.5 + 8 GB and a gathered layer, which just fits. With recomputation (lab 04) far fewer ranks would do; a ring then goes round three times, and sends a quarter more.
+# Of what a rank holds, context parallelism divides activations and nothing else: every rank holds all weights. 61.5 GB and 128 GB of states (16 bytes for each of 8.03 billion parameters) do not fit an H100. So the same ranks shard those, ZeRO over `("dp", "cp")` (lab 09): with ZeRO-3 it is 61.5 + 8 GB and a gathered layer, which fits. With recomputation (lab 04) far fewer ranks would do; a ring then goes round three times, and sends a quarter more.
 
 # %% [markdown]
 # ## Further: or trade tokens for heads?

@@ -465,7 +465,7 @@ for limit in (None, seen, seen / 2):
 # %% [markdown]
 # ### Exercise 15.2 · Bug hunt: the layer that passed its test (12 min, ●●●)
 #
-# A linear layer of int8 codes for x[tokens, k] and w[d, k], which has no row of zeros: x has one scale, limit/127, and w one per output channel. The result, fp32, should be that of the rounded numbers, for any k and any x. Its test passes. Three things are wrong.
+# A linear layer of int8 codes for x[tokens, k] and w[d, k]: x has one scale, limit/127, and w one per output channel. Any k and x should do, and a row of zeros give zeros. Its test passes. Three things are wrong, besides that row.
 
 
 # %%

@@ -210,6 +210,16 @@ def _double(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
     return _noise()(gradients, b, comm)
 
 
+def _of_lengths(sign: int, quiet: bool, gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    """Small less large times `sign`; quiet: as if the large batch had no noise."""
+    trace, signal = [], []
+    for own in gradients:
+        small, large = _terms(own, b, comm, summed=False, alone=False, added=False)
+        trace.append(sign * (small - large) / (1 / b - (not quiet) / (comm.size * b)))
+        signal.append(small - trace[-1] / b)
+    return fmean(trace) / fmean(signal)
+
+
 WRONG = {
     "scaling/recipe": (
         Wrong("linear for all", _recipe(power=lambda _: 1.0), "the rule", "linear rule is SGD's"),
@@ -253,6 +263,8 @@ WRONG = {
         Wrong("variance over n", _of_one_rank, "value", "over n − 1"),
         Wrong("upside down", _upside_down, "value", "one over"),
         Wrong("in batches of a rank", _per_rank, "value", "Counted in ranks"),
+        Wrong("large less small", partial(_of_lengths, -1, False), "value", "longer gradients"),
+        Wrong("no noise left", partial(_of_lengths, 1, True), "value", "has noise as well"),
         Wrong("the last seed alone", _last_seed, "value", "last seed"),
         Wrong("reduced twice", _double, "bytes sent", "beside it one number"),
         Wrong("all gradients to all ranks", _gathers, "bytes sent", "beside it one number"),

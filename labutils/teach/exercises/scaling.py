@@ -193,7 +193,7 @@ def _slips(n: int, b: int) -> list[tuple[float, str]]:
     summed = (small - n * n * mean) / (1 / b - 1 / (n * b))
     added = (n * small - mean) / (1 / b - 1 / (n * b))
     ranks_alone = (small - mean) / (1 - 1 / n)
-    biased = trace * (n - 1) / n
+    biased, every = trace * (n - 1) / n, (small - mean) * b
     values = [
         (trace.mean() / mean.mean(), "|G|² is biased: |mean gradient|² still holds tr Σ / (N·b) of "
          "noise. Subtract it."),
@@ -212,6 +212,10 @@ def _slips(n: int, b: int) -> list[tuple[float, str]]:
          "gradient is that of b examples."),
         (signal.mean() / trace.mean(), "That is one over the noise scale: tr Σ / |G|²."),
         (trace[-1] / signal[-1], "That is the last seed alone: average tr Σ and |G|² over all."),
+        (-trace.mean() / (small + trace / b).mean(), "tr Σ is negative here: small batches have "
+         "the longer gradients. Subtract the large one's |g|² from the small one's."),
+        (every.mean() / (small - every / b).mean(), "The large batch has noise as well: "
+         "small − large is tr Σ · (1/b − 1/(N·b)), not tr Σ / b."),
         (biased.mean() / (mean - biased / (n * b)).mean(), "The variance of n gradients around "
          "their own mean is their squared distance over n − 1, not over n."),
     ]  # fmt: skip
