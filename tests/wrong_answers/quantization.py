@@ -72,6 +72,14 @@ def _weights_only(x, w, limit):
     return x.clamp(-limit, limit) @ ((w / scale).round() * scale).mT
 
 
+def _dropped(x, w, limit):
+    return _layer(x * (x.abs() <= limit), w, limit)
+
+
+def _never_negative(x, w, limit):
+    return _layer(x.clamp(min=0), w, limit)
+
+
 def _six_bits(x, w, limit):
     scale = w.abs().amax(1) / 31
     codes = (x / (limit / 31)).clamp(-31, 31).round()
@@ -168,6 +176,8 @@ WRONG = {
         Wrong("summed in int8", _slip(_layer, sums=torch.int8), "sums of products", "Sum in int32"),
         Wrong("summed in int16", _slip(_layer, sums=torch.int16), "sums of products", "Sum in int32"),
         Wrong("clipped after the cast", _slip(_layer, late=True), "beyond the limit", "Clip first"),
+        Wrong("what is beyond left out", _dropped, "beyond the limit", "and not 0"),
+        Wrong("codes from 0", _never_negative, "beyond the limit", "negative ones are 0"),
         Wrong("no integers", _only_clipped, "integers", "round both"),
         Wrong("weights alone", _weights_only, "integers", "round both"),
         Wrong("codes that are not rounded", _scaled_back_early, "integers", "round both"),

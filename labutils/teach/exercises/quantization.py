@@ -239,10 +239,15 @@ def _beyond(attempt: Callable) -> str:
     y = _product(attempt, x, w, 1.5, "numbers beyond ±limit")
     right = x.clamp(-1.5, 1.5).double() @ w.double().mT
     if (off := _off(y, right)) > 0.05:
-        whole = _off(y, x.double() @ w.double().mT) < 0.1
+        usual = {
+            _FOLLOWS: x,
+            "What is beyond becomes ±limit, and not 0: clip it.": x * (x.abs() <= 1.5),
+            "Codes reach from −127 to 127: here negative ones are 0.": x.clamp(0, 1.5),
+        }
+        near = (said for said, bad in usual.items() if _off(y, bad.double() @ w.double().mT) < 0.1)
         raise Failed(
             f"numbers up to twice the limit: off by {100 * off:.2g} % from the clipped product",
-            _FOLLOWS if whole else _WRAPS,
+            next(near, _WRAPS),
         )
     return "clipped"
 
