@@ -3,7 +3,7 @@
 #
 # **What do you lose when a weight, a gradient or a sum gets 16, 8 or 4 bits instead of 32, and when does training notice?**
 #
-# *90 min, and 40 further · before this: lab 00 · needs a laptop, no GPU and no network*
+# *90 min, and 35 further · before this: lab 00 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -508,12 +508,7 @@ torch.nn.functional.embedding(torch.zeros(4096).long(), table).sum().backward()
 f"{table.grad.item()} of 4096"
 
 # %% [markdown]
-# The gradient of a LayerNorm's bias is such a sum, too, where the norm is in bf16; each thread has one of its own. Does a bias that is added to 65 536 rows get 65 536?
-
-# %%
-norm = torch.nn.LayerNorm(2, dtype=torch.bfloat16)
-norm(torch.ones(2**16, 2, dtype=torch.bfloat16)).sum().backward()
-(norm.bias.grad == 2**16).tolist()
+# The gradient of a bf16 LayerNorm's bias is such a sum, too.
 
 # %% [markdown]
 # ### Exercise 1.4 · A sum that does not stall (10 min, ●●○)
@@ -709,7 +704,7 @@ for scale in (floats.E8M0, E4M3):
 
 # %% [markdown]
 # The scale's mantissa makes the error smaller with either block. The smaller block does it with the e4m3 scale; with a power of two it helps the heavy-tailed numbers a little and the normal ones not at all.
-# That is due to the standard's rule for the power: it takes a block's largest value to between 4 and 8, and what lands above 6 is cut to 6. With the power rounded up, so that nothing is cut, the smaller block helps both. NVFP4 needs both changes, and its blocks confine an outlier to 15 neighbors instead of 31.
+# (The standard's power cuts what lands between 6 and 8 to 6. Rounded up, it cuts nothing, and the smaller block helps both.) NVFP4 needs both changes, and its blocks confine an outlier to 15 neighbors instead of 31.
 #
 # The third change, the scale of the whole tensor, makes no number more exact. It brings small tensors into the range of e4m3. NVFP4 without it, on the normal numbers and on a thousandth of them:
 
