@@ -102,7 +102,7 @@ print("short sequences lose more:", times_as_long[32] > times_as_long[512])
 print("8 × 1 token is slower than 1 × 256:", clock[1][0] > clock[32][1])
 
 # %% [markdown]
-# So small pieces of short sequences waste time, and mostly not on arithmetic. Eight pieces of a single token have a thirty-second of the FLOPs of eight sequences of 32, and still take longer than those do all at once: each operation has a cost of its own, whatever it works on. Where a single sequence is work enough, small pieces cost less. How much depends on the machine. FLOPs cannot tell the two cases apart: look at the clock when you choose a micro-batch.
+# So small pieces of short sequences waste time, and much of it not on arithmetic. Eight pieces of a single token have a thirty-second of the FLOPs of eight sequences of 32, and still take longer than those do all at once: each operation has a cost of its own, whatever it works on. Where a single sequence is work enough, small pieces cost less. How much depends on the machine. FLOPs cannot tell the two cases apart: look at the clock when you choose a micro-batch.
 
 # %% [markdown]
 # ## Is it the gradient of the whole batch?
