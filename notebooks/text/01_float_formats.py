@@ -375,10 +375,13 @@ gradients = torch.randn(100_000, generator=g) * 1e-7
 for scale in (1, 1024):
     rounded = [precision.round_to(gradients * scale, fmt) for fmt in (FP16, BF16)]
     zeros = [(x == 0).float().mean().item() for x in rounded]
-    print(f"× {scale:4}: {zeros[0]:5.1%} become 0 in fp16, {zeros[1]:.1%} in bf16")
+    print(f"× {scale:4}: {zeros[0]:6.2%} become 0 in fp16, {zeros[1]:.2%} in bf16")
+small = (gradients * scale).abs() < FP16.min_normal
+f"× {scale}: {small.float().mean():.0%} lie below fp16's normal numbers"
 
 # %% [markdown]
-# Multiplying the loss by 1024 multiplies every gradient by 1024 and moves them all back into range: that is *loss scaling*. bf16 needs none: its exponent is fp32's. Lab 02 trains with and without.
+# Multiplying the loss by 1024 multiplies every gradient by 1024 and brings nearly all of them back: that is *loss scaling*. Nearly half are still subnormal here and have fewer digits, so a larger scale would do better.
+# bf16 needs none: its exponent is fp32's. Lab 02 trains with and without.
 
 # %% [markdown]
 # ## Where does a sum of 4096 ones stop?
@@ -393,7 +396,7 @@ predict("sum-of-ones/bf16", ones=2048)
 
 # %% [markdown]
 # The gap of fp16 at 2048 is $2^{11-10} = 2$. So $2048 + 1$ lies exactly between 2048 and 2050, a tie; the even significand is 2048's. Every further 1 is lost in the same way: it is *swamped*.
-# In general a sum of ones stops where the gap becomes 2, at $2^{M+1}$.
+# In general a sum of ones stops where the gap becomes 2, at $2^{M+1}$, if the format reaches that far (e2m3 ends at 7.5).
 
 # %%
 stops = [2 ** (fmt.mantissa_bits + 1) for fmt in (FP16, BF16)]
@@ -418,7 +421,7 @@ product = (bf16 @ bf16).item()
 f"the loop {total.item()}, sum() {bf16.sum().item()}, dot product {product}"
 
 # %% [markdown]
-# The loop rounds to bf16 every time, and stalls at 256. PyTorch's reductions of 16-bit tensors add in fp32 and round once, at the end. On terms where a tree
+# The loop rounds to bf16 every time, and stalls at 256. PyTorch's `sum()`, `mean()` and products of 16-bit tensors add in fp32 and round once, at the end. On terms where a tree
 # of bf16 sums gives another number:
 
 # %%
@@ -428,7 +431,7 @@ tree = precision.pairwise_sum(many.float(), BF16).item()
 f"sum() {many.sum().item()}, rounded once {once.item()}, bf16 tree {tree}"
 
 # %% [markdown]
-# What stalls is a sum that is *stored* in 16 bits between additions: a loop of yours, a gradient that accumulates in bf16, a weight that is updated in bf16. PyTorch has such a sum, too (further down).
+# What stalls is a sum that is *stored* in 16 bits between additions: a loop of yours, a gradient that accumulates in bf16, a weight that is updated in bf16. PyTorch has such sums, too (further down).
 #
 # There are four cures.
 #
@@ -467,7 +470,7 @@ f"ones: {sums[0]:g}; the weight: {sums[1]}, and exactly {weight.double().sum():.
 show(precision.kahan_sum)
 
 # %% [markdown]
-# The price is four additions per term, and a second 16-bit number for each sum. It has an end, too: what was lost is a sum in 16 bits itself. A sum of ones stops at $2^{M+1} \cdot 2^{M+1}$, which is 65 536 in bf16. Zamirai et al. (2020) train in bf16 alone with such a number per weight.
+# The price is four additions per term, and a second 16-bit number for each sum. It has an end, too: what was lost is a sum in 16 bits itself. A sum of ones stops at $2^{M+1} \cdot 2^{M+1}$, which is 65 536 in bf16 (in fp16 it overflows before that). Zamirai et al. (2020) train in bf16 alone with such a number per weight.
 
 # %% [markdown]
 # **Stochastic rounding.** At 256 the gap is 2, and 1 goes up every second time. The sum wanders, but its *expected* value is right.
@@ -494,7 +497,7 @@ print(f"by the formula 4096 ± {variance**0.5:.0f}", end=", ")
 print(f"200 runs: {ends.mean():.0f} ± {ends.std():.0f}")
 
 # %% [markdown]
-# ### Further: a sum of PyTorch's that stalls
+# ### Further: sums of PyTorch's that stall
 #
 # On a CPU the gradient of an embedding in bf16 is added up row by row, in bf16 (`index_add`).
 # A token that occurs 4096 times, each time with a gradient of 1, gets
@@ -503,6 +506,9 @@ print(f"200 runs: {ends.mean():.0f} ± {ends.std():.0f}")
 table = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
 torch.nn.functional.embedding(torch.zeros(4096).long(), table).sum().backward()
 f"{table.grad.item()} of 4096"
+
+# %% [markdown]
+# The gradient of a bf16 LayerNorm's bias is such a sum, too.
 
 # %% [markdown]
 # ### Exercise 1.4 · A sum that does not stall (10 min, ●●○)
@@ -667,7 +673,7 @@ blocked = {"int8": int8} | {mx.name: in_blocks(spiked, mx) for mx in block_forma
 {name: error(w[32:], rounded[32:]) for name, rounded in blocked.items()}
 
 # %% [markdown]
-# One outlier now ruins one block at most: on normally distributed numbers int8 in blocks is again the best of 8 bits, and MXFP4, at half the bits, has about fifteen times its error. In the ruined block:
+# One outlier now ruins one block at most: on normally distributed numbers int8 in blocks is again the best of 8 bits, and MXFP4, at half the bits, has about fourteen times its error. In the ruined block:
 
 # %%
 {name: error(w[1:32], rounded[1:32]) for name, rounded in blocked.items()}
@@ -698,7 +704,7 @@ for scale in (floats.E8M0, E4M3):
 
 # %% [markdown]
 # The scale's mantissa makes the error smaller with either block. The smaller block does it with the e4m3 scale; with a power of two it helps the heavy-tailed numbers a little and the normal ones not at all.
-# NVFP4 needs both, and its blocks confine an outlier to 15 neighbors instead of 31.
+# (The standard's power cuts what lands between 6 and 8 to 6. Rounded up, it cuts nothing, and the smaller block helps both.) NVFP4 needs both changes, and its blocks confine an outlier to 15 neighbors instead of 31.
 #
 # The third change, the scale of the whole tensor, makes no number more exact. It brings small tensors into the range of e4m3. NVFP4 without it, on the normal numbers and on a thousandth of them:
 

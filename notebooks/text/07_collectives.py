@@ -811,7 +811,7 @@ print("only two:    ", units.text(fewer, "s"), units.text(rate, "B/s"))
 print("three into rank 0:", units.text(seconds(into_rank_0, 4) / 10, "s"))
 
 # %% [markdown]
-# With two ranks silent, the other two are faster than before. And three messages into one rank take less than three times as long as one: they overlap. Both make the naive way and the tree
+# With two ranks silent, the other two are faster than before. And three messages into one rank take less than 3λ. That does not show that they overlap: λ was measured while all four sent, and a single message into rank 0 with the others silent takes less than λ, too. It makes the naive way and the tree
 # faster than the model says. In the ring and in halving–doubling all ranks send in every step, as they did when λ and bw were measured, so for them the model leaves out less. Even then the *order* of the four is
 # not always the model's: for messages of some kilobytes the naive way and the tree may change places. A count of bytes needs no such care: it is the same everywhere.
 
