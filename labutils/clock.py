@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from labutils import units
 from labutils.timeline import COMMUNICATION, Span, Timeline
 
 _WAITED_FOR = ("pass", "pp")  # what one rank sends and another waits for
@@ -21,6 +22,8 @@ class Task:
     seconds: how long it takes
     after: the tasks that it needs
     kind, name, rank: of its span; a task of no kind is not drawn
+
+    Raises TypeError and ValueError where seconds are no finite number of at least 0.
     """
 
     lane: Hashable
@@ -29,6 +32,10 @@ class Task:
     kind: str = ""
     name: str = ""
     rank: int = 0
+
+    def __post_init__(self) -> None:
+        units.positive_fields(self, "seconds", or_zero=True)
+        units.instance(self.after, Sequence, "after of a Task")
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
@@ -197,6 +204,7 @@ def play(tasks: Iterable[Task]) -> Played:
 
     Cost: about 3 µs per task.
     """
+    units.instance(tasks, Iterable, "play")
     numbers = {task: number for number, task in enumerate(tasks)}
     try:
         rows = [_row(lane, numbers) for lane in _by_lane(numbers).values()]

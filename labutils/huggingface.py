@@ -122,16 +122,18 @@ def to_hf(folder: str | os.PathLike, model: ModelConfig, weights: Weights) -> No
     (to / "config.json").write_text(json.dumps(config(model), indent=1), encoding="utf-8")
 
 
-def from_hf(folder: str | os.PathLike) -> GPT:
+def from_hf(folder: str | Path) -> GPT:
     """The GPT whose config.json and safetensors files lie in a folder.
 
-    Raises ValueError for what the course's GPT does not compute, and for weights that are missing.
+    Raises ValueError for what the course's GPT does not compute, and for files or weights that are
+    missing.
     """
-    said = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    model = ModelConfig.from_hf(said)
+    model = ModelConfig.from_hf(folder)  # refuses a file that is missing or broken
+    folder = Path(folder)
+    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check(said)
     stored: dict[str, Tensor] = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
+    for file in sorted(folder.glob("*.safetensors")):
         stored |= load_file(file)
     if not any(name.startswith("transformer.") for name in stored):  # GPT-2 as it was released
         stored |= {f"transformer.{name}": w for name, w in stored.items()}
@@ -139,7 +141,7 @@ def from_hf(folder: str | os.PathLike) -> GPT:
     with torch.no_grad():
         for name, theirs, part, turned in _renamed(model, own := dict(net.named_parameters())):
             if theirs not in stored:
-                raise ValueError(f"no file in {Path(folder).name} has {theirs}: copy them again")
+                raise ValueError(f"no file in {folder.name} has {theirs}: copy them again")
             given = stored[theirs]
             if part:
                 given = given.chunk(3, -1)[("query", "key", "value").index(part)]

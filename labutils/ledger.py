@@ -104,6 +104,7 @@ class Ledger(_Table):
     lines: tuple[Line, ...] = ()
 
     def __init__(self, lines: Iterable[Line] = ()) -> None:
+        units.instance(lines, Iterable, "Ledger")
         object.__setattr__(self, "lines", tuple(lines))
         for line in self.lines:
             if not isinstance(line, Line):

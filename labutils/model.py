@@ -313,6 +313,7 @@ class GPT(nn.Module):
         return self.dropout(x)
 
     def forward(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s v"]:
+        check_tokens("GPT", tokens)
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -337,6 +338,15 @@ def cross_entropy(
     except IndexError:
         check_words("target", targets, logits.shape[-1], IGNORED)
         raise
+
+
+def check_tokens(call: str, tokens: Tensor) -> None:
+    """Raises TypeError or ValueError where `tokens` are no whole numbers, [b, s] with an s above 0;
+    the error says that `call` takes them."""
+    units.instance(tokens, Tensor, call)
+    if tokens.dtype not in (torch.int64, torch.int32) or tokens.ndim != 2 or not tokens.shape[1]:
+        got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+        raise ValueError(f"{call} takes tokens (b, s) of int64 or int32, got {got}: convert them")
 
 
 def check_words(what: str, words: Tensor, v: int, ignored: int = 0) -> None:

@@ -31,7 +31,7 @@ from labutils import (
     zero,
 )
 from labutils.config import Mesh, ModelConfig, TrainConfig
-from labutils.model import ATTEND, GPT, IGNORED, Block, cross_entropy
+from labutils.model import ATTEND, GPT, IGNORED, Block, check_tokens, cross_entropy
 from labutils.world import Comm, Rank
 
 Batch = tuple[Tensor, Tensor]  # tokens [b, s] and targets [b, s]
@@ -258,7 +258,7 @@ class RankStep:
         """
         batch = self.train.global_batch
         for side in (tokens, targets):
-            units.instance(side, Tensor, "share")
+            check_tokens("share", side)
         if len(tokens) != batch:
             raise ValueError(f"these are {len(tokens)} sequences: give global_batch={batch}")
         if tokens.shape != targets.shape:

@@ -127,6 +127,7 @@ def whole(value: Any, name: str, minimum: int = 0) -> int:
 
 # How one comes by it, by the name of a type.
 _FOR_EXAMPLE = {
+    "Callable": "a module, or lambda x: …, is one",
     "Comm": 'on a rank, rank.comm("dp") is one',
     "Link": "Hardware.named(…).link or Link(latency, bandwidth) is one",
     "Mesh": "Mesh(dp=4) is one",

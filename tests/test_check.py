@@ -3,17 +3,22 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import linecache
+import os
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from labutils import collectives, units
 from labutils.teach import check, exercises
-from labutils.teach.exercises import _ranks
+from labutils.teach.exercises import _clock, _ranks
 
 
 @pytest.fixture
@@ -339,3 +344,44 @@ def test_show_is_the_library_itself():
     assert check.show(units).title == "units"
     with pytest.raises(TypeError, match="needs a function, a class or a module"):
         check.show(3)
+
+
+@pytest.mark.parametrize("waited", [0.0, 2.9, 3.1])
+def test_who_waits_for_a_processor_waits_for_nothing(monkeypatch, waited):
+    """On a busy machine an attempt that computes little takes long, and is not stopped for it."""
+    now = SimpleNamespace(wall=0.0, computed=0.0, queued=0.0)
+    clock = SimpleNamespace(monotonic=lambda: now.wall, process_time=lambda: now.computed)
+    monkeypatch.setattr(_clock, "time", clock)
+    monkeypatch.setattr(_clock, "_queued", lambda: now.queued)
+
+    def busy():
+        now.wall, now.computed, now.queued = 100 + waited, 0.5, 99.5
+        signal.raise_signal(signal.SIGALRM)
+
+    late = waited > _clock.WAITING
+    with pytest.raises(_clock.TimeIsUp) if late else contextlib.nullcontext(), _clock.limit(1):
+        busy()
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux tells it")
+def test_threads_that_share_a_processor_queue_for_it():
+    """Two that compute for a while on one processor: what they compute and queue is their time."""
+    processor, computed, told = min(os.sched_getaffinity(0)), threading.Barrier(3), threading.Event()
+
+    def compute():
+        os.sched_setaffinity(0, {processor})
+        while time.thread_time() < 0.1:
+            hashlib.sha256(bytes(100_000))  # lets go of the lock
+        computed.wait()
+        told.wait()
+
+    before = _clock._queued()
+    threads = [threading.Thread(target=compute) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    computed.wait()
+    queued = _clock._queued() - before
+    told.set()
+    for thread in threads:
+        thread.join()
+    assert queued > 0.05

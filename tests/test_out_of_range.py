@@ -16,6 +16,7 @@ import torch
 from labutils import (
     accumulation,
     checkpointing,
+    clock,
     collectives,
     config,
     context_parallel,
@@ -23,6 +24,7 @@ from labutils import (
     expert_parallel,
     flash,
     floats,
+    huggingface,
     ledger,
     memory,
     pipeline,
@@ -31,10 +33,13 @@ from labutils import (
     quantization,
     scaling,
     schedule,
+    step,
     tensor_parallel,
     units,
     zero,
 )
+from labutils.model import GPT
+from labutils.world import RankError, World
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINK = config.Link(1e-6, 1e9)
@@ -316,3 +321,46 @@ if __name__ == "__main__":
                 check(name)
             except (Exception, pytest.fail.Exception) as error:
                 print(f"{check.__name__} of {name}: {type(error).__name__}: {error}")
+
+
+NET = GPT(MODEL)
+LOGITS = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "told"),
+    [
+        (lambda: huggingface.from_hf("/none/here"), ValueError, "there is no file 'here' at that path: give the path"),
+        (lambda: huggingface.from_hf(None), TypeError, "takes a path or a dictionary, got None"),
+        (lambda: checkpointing.checkpoint(None), TypeError, "checkpoint takes a Callable, got None (NoneType): a module"),
+        (lambda: clock.Task(0, "F", -1.0), TypeError, "seconds must be a number, got 'F'"),
+        (lambda: clock.Task(0, -1.0), ValueError, "seconds must be a finite number of at least 0, got -1.0"),
+        (lambda: clock.Task(0, 1.0, -1.0), TypeError, "after of a Task takes a Sequence, got -1.0"),
+        (lambda: clock.play(None), TypeError, "play takes an Iterable, got None"),
+        (lambda: ledger.Ledger(None), TypeError, "Ledger takes an Iterable, got None"),
+        (lambda: NET(None), TypeError, "GPT takes a Tensor, got None (NoneType): torch.tensor(…) is one"),
+        (lambda: NET(torch.zeros(1, 2)), ValueError, "GPT takes tokens (b, s) of int64 or int32, got torch.float32 of shape (1, 2): convert"),
+        (lambda: NET(torch.arange(3)), ValueError, "got torch.int64 of shape (3,)"),
+        (lambda: NET(torch.zeros(1, 0).long()), ValueError, "got torch.int64 of shape (1, 0)"),
+        (lambda: expert_parallel.update_bias(NET, None), TypeError, "update_bias takes a Comm, got None"),
+        (lambda: expert_parallel.route(LOGITS, None), TypeError, "k must be a whole number, got None"),
+        (lambda: expert_parallel.route(LOGITS, 1.5), TypeError, "k must be a whole number, got 1.5"),
+        (lambda: expert_parallel.balance_loss(None), TypeError, "balance_loss takes a Routing, got None"),
+        (lambda: flash.attention(None, None, None), TypeError, "attention takes a Tensor, got None"),
+    ],
+)  # fmt: skip
+def test_the_call_of_somebody_tired_is_refused_with_a_remedy(call, kind, told):
+    with pytest.raises(kind) as caught:
+        call()
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_step_refuses_tokens_and_targets_that_are_no_whole_numbers(side):
+    def program(rank):
+        given = [torch.zeros(4, 4).long(), torch.zeros(4, 4).long()]
+        given[side] = given[side].double()
+        step.build(MODEL, TRAIN, config.Mesh())(rank).share(*given)
+
+    with pytest.raises(RankError, match="share takes tokens .* got torch.float64"):
+        World(1, engine="dry").run(program, rank=0)

@@ -361,3 +361,13 @@ def test_flops_of_a_token_by_hand():
     assert found["full"] == pytest.approx(6 * n + 6 * 6 * s * 2 * a * d)
     assert found["full"] - found["causal"] == 3 * 6 * s * 2 * a * d
     assert found["6N"] == 6 * MODEL.num_params
+
+
+@pytest.mark.parametrize("experts", [2, 3, 8])
+def test_two_experts_are_experts(experts):
+    model = replace(MIXTURE, num_experts=experts, top_k=1)
+    shape = work.shape(model)
+    assert (shape.num_plain, shape.num_sparse) == (0, model.num_layers)
+    assert shape.sparse.expert == 3 * h * f
+    plan = planner.Plan(dp=2).column()
+    assert np.array_equal(*(work.update(each, plan, 0, 800) for each in (model, MIXTURE)))

@@ -108,6 +108,16 @@ def test_the_second_quantization_moves_scales_by_a_sixteenth_of_their_spread_at_
     assert wrong < 1.05
 
 
+@pytest.mark.parametrize("n", [1, 63, 65, 130, 64 * 257 - 1])
+def test_a_last_block_that_is_not_full_comes_back_from_the_second_quantization_too(n):
+    x = drawn(n)
+    once = from_nf4(to_nf4(x, double=False), (n,), torch.float32, double=False)
+    scales = torch.stack([block.abs().max() for block in x.split(64)])
+    twice = from_nf4(to_nf4(x), (n,), torch.float32)
+    spread = (scales - scales.mean()).abs().max()
+    assert (once - twice).abs().max() <= spread / 16 + 1e-6 * scales.max()
+
+
 def test_zeros_stay_zeros_and_large_blocks_are_alone():
     x = torch.zeros(128)
     x[64:] = 1e30

@@ -80,3 +80,7 @@ def test_an_unfinished_trace_says_who_waits():
     with pytest.raises(ValueError, match=r"ranks \[1\] wait .* that nobody sends"):
         _ = Trace([[], [Event("x", source=0, received=1)]]).messages
     assert Trace([[], []]).steps == 0
+
+
+def test_no_message_takes_no_time():
+    assert Trace().makespan(Link(1, 1)) == 0 and Trace().steps == 0

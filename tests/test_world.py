@@ -33,7 +33,7 @@ from labutils.world.processes import start_server
 from labutils.world.threads import Rendezvous
 
 ROOT = Path(__file__).parent.parent
-PROMPT = 15.0  # seconds: half the time-out of a world, so that what only the time-out ends fails; an error takes a tenth of one, on a machine that does nothing else
+PATIENT = 600.0  # seconds: what only such a time-out ends takes far longer than anything that a busy machine delays
 
 
 @pytest.fixture(scope="module", params=["threads", "processes"])
@@ -43,13 +43,13 @@ def engine(request):
 
 @pytest.fixture(scope="module")
 def four(engine):
-    with World(4, engine=engine) as four:
+    with World(4, engine=engine, timeout=PATIENT) as four:
         yield four
 
 
 @pytest.fixture(scope="module")
 def processes():
-    with World(4, engine="processes") as four:
+    with World(4, engine="processes", timeout=PATIENT) as four:
         yield four
 
 
@@ -59,7 +59,8 @@ def fails(four, fn, kind, *args):
     start = time.monotonic()
     with pytest.raises(kind) as caught:
         four.run(fn, *args)
-    assert time.monotonic() - start < PROMPT + (four.timeout if kind is world.TimeoutError else 0)
+    if kind is not world.TimeoutError:
+        assert time.monotonic() - start < four.timeout / 2
     assert (
         four.run(lambda rank: rank.comm().all_reduce(torch.ones(3)).tolist())
         == [[float(four.size)] * 3] * four.size
@@ -81,7 +82,7 @@ def alive(pid):
 
 def gone(pids):
     """Whether all processes end before the test loses patience."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENT / 2
     for pid in pids:
         if hasattr(os, "pidfd_open") and alive(pid):
             select.select([os.pidfd_open(pid)], [], [], deadline - time.monotonic())
@@ -411,7 +412,7 @@ def test_messages_of_one_channel_stay_in_order(four):
 
 def until(condition):
     """Compute, without a word to the other ranks, until the condition holds."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENT / 2
     while not condition():
         assert time.monotonic() < deadline, "nothing moved while this rank computed"
         torch.ones(64, 64) @ torch.ones(64, 64)
@@ -732,7 +733,7 @@ def test_ranks_stay_warm_after_an_error_in_the_middle_of_a_message(segments):
                 comm._endpoint._drive()
             raise ValueError("with half a message in")
 
-    with World(2, engine="processes") as two:
+    with World(2, engine="processes", timeout=PATIENT) as two:
         two.run(shift)
         pids = pids_of(two)
         for _ in range(3):
@@ -792,7 +793,7 @@ def test_after_a_failure_process_groups_are_new():
         if rank.rank == 1:
             raise ValueError("after it")
 
-    with World(2, engine="processes") as two:
+    with World(2, engine="processes", timeout=PATIENT) as two:
         for group in (False, True):
             two.run(shift)
             pids = pids_of(two)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
-from labutils import randomness
+from labutils import randomness, units
 from labutils.precision import autocast
 
 
@@ -36,6 +36,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Source: the same contract as torch.utils.checkpoint(use_reentrant=False); Chen et al.
     1604.06174, section 3.
     """
+    units.instance(fn, Callable, "checkpoint")  # type: ignore[arg-type]
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     region = _Region(fn, args, kwargs)

@@ -265,6 +265,7 @@ def update_bias(module: nn.Module, comm: Comm, rate: float = 0.001) -> None:
     Raises ValueError for a module without such a bias.
     Source: DeepSeek-V3 2412.19437; Megatron-LM's --moe-router-bias-update-rate, 0.001.
     """
+    units.instance(comm, Comm, "update_bias")
     for layer in _layers(module):
         if layer.bias is None:
             raise ValueError("this module has no bias: spread_experts(module, comm, biased=True)")

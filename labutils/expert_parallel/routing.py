@@ -67,7 +67,7 @@ def route(
         shape = tuple(logits.shape)
         raise ValueError(f"logits of tokens × experts have two dims, got {shape}: flatten the rest")
     E = logits.shape[-1]
-    if not 1 <= k <= E:
+    if not 1 <= (k := units.whole(k, "k")) <= E:
         raise ValueError(f"k={k} of {E} experts cannot be chosen: use 1 … {E}")
     check_score(score)
     if capacity is not None:
@@ -128,6 +128,7 @@ def balance_loss(routing: Routing) -> Float[Tensor, ""]:
     Source: Switch Transformer 2101.03961 (k = 1), after GShard 2006.16668, algorithm 1; for k > 1
     and normalized sigmoids DeepSeek-V3 2412.19437.
     """
+    units.instance(routing, Routing, "balance_loss")
     probability = routing.probabilities.mean(0)
     share = routing.load.to(probability.dtype) / routing.chosen.numel()
     return len(share) * (share * probability).sum()

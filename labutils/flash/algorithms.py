@@ -416,6 +416,8 @@ def problem_of(
 
     Raises ValueError or TypeError for tensors that do not fit together, and for an offset alone.
     """
+    for x in (q, k, v):
+        units.instance(x, Tensor, "attention")
     alike = q.dtype == k.dtype == v.dtype and k.shape == v.shape
     if not alike or q.dim() != 4 or q.shape[::3] != k.shape[::3] or q.shape[1] % k.shape[1]:
         got = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k, v))

@@ -15,6 +15,7 @@ QUIET = [
     "--disable-component-update",
     "--disable-sync",
 ]
+sync_api.expect.set_options(timeout=600_000)  # ms: what is expected comes on a busy machine, too
 
 
 @pytest.fixture(scope="session")

@@ -134,7 +134,7 @@ class Reader:
     def dress(self, theme):
         self.page.emulate_media(color_scheme=theme)
         followed = expect(self.page.locator("html"))  # once the page is drawn again
-        followed.to_have_attribute("data-theme", theme, timeout=60_000)
+        followed.to_have_attribute("data-theme", theme)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ from labutils.schedule import one_f_one_b, simulate
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAB = "notebooks/01_float_formats.ipynb"  # beside the lab that `make lab` opens first
-A_LAB = 120_000  # ms: a lab takes less than a minute, also beside another test
 
 
 @dataclass
@@ -88,7 +87,7 @@ def server(tmp_path_factory):
             time.sleep(0.05)
     yield server
     process.terminate()
-    process.wait(timeout=30)
+    process.wait()
     drain.join()
     process.stderr.close()
 
@@ -131,21 +130,22 @@ def stub(path):
 
 def test_a_learner_runs_a_lab_moves_a_slider_and_solves_an_exercise(browser, server):
     context = browser.new_context(viewport={"width": 1400, "height": 1000})
+    context.set_default_timeout(600_000)  # ms: a lab that runs on a busy machine takes its time
     page = context.new_page()
     page.goto(re.sub(r"/notebooks/\w+\.ipynb", f"/{LAB}", server.url))
-    expect(page.locator(".jp-Notebook .jp-CodeCell").first).to_be_visible(timeout=60_000)
+    expect(page.locator(".jp-Notebook .jp-CodeCell").first).to_be_visible()
     # Cells that run before the kernel is connected are skipped, and the indicator says "idle" before there is a kernel.
     connected = "async () => (await (await fetch('/api/sessions')).json()).some(({kernel}) => kernel.execution_state === 'idle' && kernel.connections > 0)"
-    page.wait_for_function(connected, polling=200, timeout=60_000)
-    expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=60_000)
+    page.wait_for_function(connected, polling=200)
+    expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle")
 
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
     count = page.locator(".jp-CodeCell").count()
     page.wait_for_function(
         "count => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].filter(prompt => /\\[\\d+\\]/.test(prompt.textContent)).length === count",
-        arg=count, timeout=A_LAB,
-    )  # fmt: skip
+        arg=count,
+    )
     assert count > 10
     for trouble in ("application/vnd.jupyter.error", "application/vnd.jupyter.stderr"):
         assert page.locator(f"[data-mime-type='{trouble}']").all_inner_texts() == []
@@ -184,7 +184,7 @@ def test_a_learner_runs_a_lab_moves_a_slider_and_solves_an_exercise(browser, ser
         page.keyboard.insert_text(head + body)
         page.keyboard.press("Shift+Enter")
         page.keyboard.press("Shift+Enter")  # the check is the next cell
-        expect(report).to_contain_text(verdict, timeout=30_000)
+        expect(report).to_contain_text(verdict)
         expect(report).to_contain_text("✗" if verdict == "not yet" else "✓")
     expect(report).not_to_contain_text("✗")
     context.close()
@@ -203,19 +203,19 @@ def test_an_order_placed_by_hand_runs_on_ranks_at_a_click(browser, server):
     )
     if page.get_by_role("dialog").get_by_role("button", name="Select").count():
         page.get_by_role("dialog").get_by_role("button", name="Select").click()
-    expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=60_000)
+    expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle")
     page.locator(".jp-CodeCell .cm-content").first.click()
     page.keyboard.press("Shift+Enter")
     editor = page.locator(".lu-live .lu-editor")
-    expect(editor.get_by_label("rank 0: idle")).to_be_visible(timeout=60_000)
+    expect(editor.get_by_label("rank 0: idle")).to_be_visible()
     page.get_by_role("button", name="Run on ranks").click()
     live = page.locator(".lu-live")
-    expect(live).to_contain_text("Not run: there is no order yet", timeout=30_000)
+    expect(live).to_contain_text("Not run: there is no order yet")
     for span in sorted(simulate(one_f_one_b(3, 4)).spans, key=lambda span: span.start):
         editor.locator(f'[data-key="{span.rank} {span.kind} {span.rank}"]').click()
     expect(editor).to_contain_text("You built 1F1B")
     page.get_by_role("button", name="Run on ranks").click()
-    expect(live).to_contain_text("1F1B on 3 ranks: loss", timeout=60_000)
+    expect(live).to_contain_text("1F1B on 3 ranks: loss")
     expect(live).to_contain_text("gradients are equal")
     expect(
         live.get_by_role("img", name=re.compile("Gantt chart of simulated and measured"))

@@ -1,6 +1,7 @@
 """How long an attempt may take."""
 
 import contextlib
+import glob
 import signal
 import threading
 import time
@@ -9,31 +10,45 @@ from collections.abc import Iterator
 WAITING = 3
 """An attempt that waits may take so many times the seconds of one that computes."""
 
-
-_spared = [0.0, 0.0]  # seconds that passed, and that were computed, in what is not the attempt's
-_sparing: list[tuple[float, float]] = []  # when what runs now and is not the attempt's began
+_spent = [0.0, 0.0]  # seconds in which attempts waited for something, and which they computed
+_marks = [0.0, 0.0, 0.0]  # the clocks where `_count` last read them
+_spared = [0]  # blocks that run now and are not the attempt's
 
 
 class TimeIsUp(KeyboardInterrupt):
     """An interrupt that the clock sends: the attempt ends as if you had pressed stop."""
 
 
-def _own() -> tuple[float, float]:
-    """Seconds on the clock and of computing, without those that were spared."""
-    return time.monotonic() - _spared[0], time.process_time() - _spared[1]
+def _queued() -> float:
+    """Seconds for which threads of this process waited for a processor, where Linux tells them."""
+    found = 0
+    for path in glob.glob("/proc/self/task/*/schedstat"):
+        with contextlib.suppress(OSError), open(path) as file:  # the thread may be gone
+            found += int(file.read().split()[1])
+    return found / 1e9
+
+
+def _count() -> None:
+    """Add what passed since the last count. Who waits for a processor on a busy machine waits for
+    nothing of its own."""
+    now = [time.monotonic(), time.process_time(), _queued()]
+    passed, computed, queued = (max(0.0, b - a) for a, b in zip(_marks, now, strict=True))
+    _marks[:] = now
+    if not _spared[0]:
+        _spent[0] += max(0.0, passed - computed - queued)
+        _spent[1] += computed
 
 
 @contextlib.contextmanager
 def spared() -> Iterator[None]:
     """What a check measures for itself in this block is not counted as the attempt's time."""
-    _sparing.append((time.monotonic(), time.process_time()))
+    _count()
+    _spared[0] += 1
     try:
         yield
     finally:
-        began, computed = _sparing.pop()
-        if not _sparing:
-            _spared[0] += time.monotonic() - began
-            _spared[1] += time.process_time() - computed
+        _count()
+        _spared[0] -= 1
 
 
 @contextlib.contextmanager
@@ -43,13 +58,14 @@ def limit(seconds: float) -> Iterator[None]:
     They are seconds of this process's own computing, so that a busy machine gives as much time as
     a quiet one; what waits for something is stopped `WAITING` times as late.
     """
-    began, computed = _own()
+    _count()
+    waited, computed = _spent
 
     def ring(*_: object) -> None:
-        if _sparing:
+        _count()
+        if _spared[0]:
             return
-        now, so_far = _own()
-        if now - began >= WAITING * seconds or so_far - computed >= seconds:
+        if _spent[0] - waited >= WAITING * seconds or _spent[1] - computed >= seconds:
             # Once more if that is caught, and not before what is to be cleaned up had time.
             signal.setitimer(signal.ITIMER_REAL, max(seconds, 5))
             raise TimeIsUp
