@@ -18,7 +18,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("type(value) not in map(type, values) or value not in values", "value not in values"),
         ('d_head=config.get("head_dim"),', "d_head=None,"),
         ("else config[\"n_inner\"]", "else 4 * h"),
-        ('else False,\n        tied=_flag', 'else False,\n        tied=not _flag'),
+        ('tied=_flag(config, "tie_word_embeddings"),', 'tied=not _flag(config, "tie_word_embeddings"),'),
         ('config.get("num_experts_per_tok", 2) if mixtral', '1 if mixtral'),
         ('"mistral": 8', '"mistral": None'),
         ('"edp": (self.ep * self.tp,', '"edp": (self.tp,'),
