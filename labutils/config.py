@@ -302,20 +302,10 @@ def _from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
         no = "from_hf reads models of this kind without dropout"
         raise ValueError(f"attention_dropout is not 0: {no}")
     mixtral = family == "mixtral"
-    return dict(
-        num_layers=config["num_hidden_layers"],
-        d_model=config["hidden_size"],
-        num_heads=config["num_attention_heads"],
+    return _gated(config) | dict(
         num_kv_heads=config.get("num_key_value_heads", _HF_KV_HEADS[family]),
         d_head=config.get("head_dim"),
-        d_ff=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        seq_len=config["max_position_embeddings"],
-        ffn="swiglu",
-        norm="rmsnorm",
-        positions="rope",
         bias="qkv" if family == "qwen2" else False,
-        tied=_flag(config, "tie_word_embeddings"),
         num_experts=config.get("num_local_experts", 8) if mixtral else 1,
         top_k=config.get("num_experts_per_tok", 2) if mixtral else 1,
     )
@@ -327,19 +317,9 @@ def _from_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("hidden_act", "silu") != "silu" or _flag(config, "attention_bias"):
         raise ValueError("from_hf reads DeepSeek models with SwiGLU and without biases")
     width, shared = config["moe_intermediate_size"], config.get("n_shared_experts") or 0
-    return dict(
-        num_layers=config["num_hidden_layers"],
-        d_model=config["hidden_size"],
-        num_heads=config["num_attention_heads"],
+    return _gated(config) | dict(
         d_head=config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
-        d_ff=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        seq_len=config["max_position_embeddings"],
-        ffn="swiglu",
-        norm="rmsnorm",
-        positions="rope",
         bias=False,
-        tied=_flag(config, "tie_word_embeddings"),
         num_experts=config["n_routed_experts"],
         top_k=config["num_experts_per_tok"],
         shared_expert=shared > 0,
@@ -350,6 +330,22 @@ def _from_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
         kv_rank=config["kv_lora_rank"],
         d_rope=config["qk_rope_head_dim"],
         d_value=config["v_head_dim"],
+    )
+
+
+def _gated(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What Llama's and DeepSeek's families say under the same keys."""
+    return dict(
+        num_layers=config["num_hidden_layers"],
+        d_model=config["hidden_size"],
+        num_heads=config["num_attention_heads"],
+        d_ff=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        seq_len=config["max_position_embeddings"],
+        ffn="swiglu",
+        norm="rmsnorm",
+        positions="rope",
+        tied=_flag(config, "tie_word_embeddings"),
     )
 
 

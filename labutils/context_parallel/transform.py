@@ -13,10 +13,10 @@ from labutils.config import ModelConfig
 from labutils.context_parallel.attention import kv_heads, ring_attention, ulysses_attention
 from labutils.context_parallel.sequence import layout
 from labutils.model import GPT
+from labutils.model import IGNORED as _IGNORED
 from labutils.world import Comm
 
 _ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
-_IGNORED = -100  # the target that torch's cross-entropy leaves out
 
 
 class ContextGPT(GPT):

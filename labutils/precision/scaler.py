@@ -150,9 +150,10 @@ def clipped_step(
     """One training step with a loss scale and clipping, in the order in which it is right.
 
     On one device: ValueError for a scaler with a comm, whose gradients are clipped by the norm of
+    all ranks.
+
     loss: computes the loss; optimizer: over the weights that it depends on
     max_norm: of the unscaled gradients of them all
-    all ranks.
     """
     if scaler.comm is not None:
         remedy = "unscale_, then zero.clip_grad_norm over rank.comm(), then step and update"

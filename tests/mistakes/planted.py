@@ -18,7 +18,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("type(value) not in map(type, values) or value not in values", "value not in values"),
         ('d_head=config.get("head_dim"),', "d_head=None,"),
         ("else config[\"n_inner\"]", "else 4 * h"),
-        ('else False,\n        tied=_flag', 'else False,\n        tied=not _flag'),
+        ('tied=_flag(config, "tie_word_embeddings"),', 'tied=not _flag(config, "tie_word_embeddings"),'),
         ('config.get("num_experts_per_tok", 2) if mixtral', '1 if mixtral'),
         ('"mistral": 8', '"mistral": None'),
         ('"edp": (self.ep * self.tp,', '"edp": (self.tp,'),
@@ -366,13 +366,11 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("* ratio / scale_lr(1.0, ratio, rule)", "* scale_lr(1.0, ratio, rule)"),
         ("(1 + math.cos(", "(1 - math.cos("),
     ],
-    ("scaling/noise", "test_scaling"): [
+    ("scaling/critical", "test_scaling"): [
         ("(1 / b - 1 / B)", "(1 / b)"),
         ("small - trace / b", "large"),
         ("fmean(each.trace for each in found) / signal", "fmean(each.trace / each.signal for each in found)"),
         ("if signal <= 0:", "if False:"),
-    ],
-    ("scaling/critical", "test_scaling"): [
         ("self.emin / self.smin", "self.smin / self.emin"),
         ("(1 / s, 1 / (b * s))", "(1, 1 / b)"),
         ("reduce * (devices > 1)", "reduce"),
@@ -950,7 +948,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("and not self._left[len(self._works)]", "and True"),
         ("*module.named_parameters(), *module.named_buffers()", "*module.named_parameters(),"),
     ],
-    ("data_parallel/sampler", "test_data_parallel"): [
+    ("data_parallel/plain", "test_data_parallel"): [
         ("manual_seed(seed + epoch)", "manual_seed(seed)"),
         ("padded = -(-length // size) * size", "padded = length // size * size"),
         ("return count * comm.size / total", "return count / total"),
