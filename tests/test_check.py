@@ -38,14 +38,12 @@ def doubling(monkeypatch):
 
     exercise = exercises.Exercise(
         id="demo/double",
-        title="Double it",
-        minutes=2,
-        difficulty=1,
-        proves="doubling",
         reference=lambda n: 2 * n,
         hints=("Add.", "n + n"),
         properties=(exercises.Property("small", small), exercises.Property("large", large)),
     )
+    card = exercises.Card("00_demo", "0.1", exercise.id, "double", "Double it", 2, "●○○")
+    monkeypatch.setattr(exercises, "cards", lambda: (card,))
     monkeypatch.setattr(exercises, "find", lambda name: exercise)
     return exercise
 

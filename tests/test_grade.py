@@ -202,7 +202,7 @@ CELLS = [
     CHECK + "\nfill = None",
     "def fill(x):\n    return 0",
 ]
-CARD = exercises.Card("05_accumulation", "5.3", "accumulation/configure", "fill")
+CARD = exercises.find("accumulation/configure").card
 
 
 def test_an_answer_runs_the_cells_that_it_needs():
@@ -254,7 +254,7 @@ def test_other_graders_get_points():
     def half(target, seq_len, gpus, fits):
         return 1, target // seq_len // gpus
 
-    card = exercises.find("accumulation/configure")
-    assert grade.earned(card.id, card.reference) == card.minutes
-    assert grade.earned(card.id, ...) == 0
-    assert 0 < grade.earned(card.id, half, most=4) < 4
+    exercise = exercises.find("accumulation/configure")
+    assert grade.earned(exercise.id, exercise.reference) == exercise.card.minutes
+    assert grade.earned(exercise.id, ...) == 0
+    assert 0 < grade.earned(exercise.id, half, most=4) < 4

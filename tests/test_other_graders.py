@@ -20,7 +20,7 @@ from labutils.teach import exercises
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LAB, EXERCISE = "00_start_here", "start/tokens-per-step"
-MOST = exercises.find(EXERCISE).minutes
+MOST = exercises.find(EXERCISE).card.minutes
 RIGHT = "tokens_per_step = lambda micro_batch, accumulation, dp, seq_len: (\n"
 RIGHT += "    micro_batch * accumulation * dp * seq_len\n)"
 WRONG = RIGHT.replace(" * dp", "")
@@ -68,7 +68,7 @@ def test_every_check_has_its_cell_and_its_test(tmp_path):
     graded = [cell for cell in made.cells if "nbgrader" in cell.metadata]
     for card, cell in zip(cards, graded, strict=True):
         assert cell.source.endswith(f'grade.earned("{card.exercise}", {card.answer})')
-        assert cell.metadata.nbgrader.points == exercises.find(card.exercise).minutes
+        assert cell.metadata.nbgrader.points == card.minutes
         assert made.cells[made.cells.index(cell) - 1].source.startswith("check(")
     written = {path.stem for path in (tmp_path / "tests" / LAB).iterdir()}
     assert written == {card.exercise.replace("/", "-") for card in cards}

@@ -27,7 +27,7 @@ from labutils.teach import exercises
 
 STUDENT = notebooks.NOTEBOOKS.parent / "student"
 TABLE = DATA / "exercises.csv"
-CARD = re.compile(r"^### Exercise (\d+\.\d+) · ", re.MULTILINE)
+CARD = re.compile(r"^### Exercise (\d+\.\d+) · (.+) \((\d+) min, ([●○]{3})\)$", re.MULTILINE)
 CHECK = re.compile(r"^check\(\s*\"([^\"]+)\",\s*(\w+)", re.MULTILINE)
 SHOW = re.compile(r"^show\((.+)\)$", re.MULTILINE)
 OTTER = """\
@@ -96,7 +96,7 @@ def for_nbgrader(notebook):
             "grade": True,
             "grade_id": name,
             "locked": True,
-            "points": exercises.find(exercise).minutes,
+            "points": exercises.find(exercise).card.minutes,
             "schema_version": 3,
             "solution": False,
             "task": False,
@@ -109,7 +109,7 @@ def write_otter(notebook, folder):
     """A test for otter-grader for each check, as `folder`/topic-name.py."""
     folder.mkdir(parents=True, exist_ok=True)
     for _, exercise, answer in checks(notebook):
-        points = exercises.find(exercise).minutes
+        points = exercises.find(exercise).card.minutes
         text = OTTER.format(exercise=exercise, points=points, answer=answer)
         (folder / f"{exercise.replace('/', '-')}.py").write_text(text, encoding="utf-8")
 
@@ -117,12 +117,14 @@ def write_otter(notebook, folder):
 def table():
     """A `Card` for every exercise of the course, from the labs."""
     for _, text_path in notebooks.twins():
-        number = None
+        card = None
         for cell in notebooks.build(text_path).cells:
             if cell.cell_type == "markdown":
-                number = (CARD.findall(cell.source) or [number])[-1]
+                card = (CARD.findall(cell.source) or [card])[-1]
             elif found := CHECK.search(cell.source):
-                yield exercises.Card(text_path.stem, number, *found.groups())
+                number, title, minutes, dots = card
+                names = text_path.stem, number, *found.groups()
+                yield exercises.Card(*names, title, int(minutes), dots)
 
 
 def main(arguments=None):

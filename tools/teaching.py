@@ -74,7 +74,7 @@ def misconceptions(lab):
         if card.lab == lab:
             said = "; ".join(f"{each.name} (“{each.hint}”)" for each in known[card.exercise])
             said = re.sub(r"([*_`$<\[\]\\])", r"\\\1", said)
-            yield f"{card.number} {exercises.find(card.exercise).title}: {said}."
+            yield f"{card.number} {card.title}: {said}."
 
 
 def transfer(lab):

@@ -65,7 +65,7 @@ class Report:
         return "passed" if self.passed else "failed"
 
     def _headline(self) -> str:
-        card = self.exercise
+        card = self.exercise.card
         if not self.attempted:
             return f"not attempted · {card.title} ({card.minutes} min, {card.dots})"
         return f"{'solved' if self.passed else 'not yet'} · {card.title}"

@@ -225,8 +225,7 @@ class Overview:
 def _spoken(left: list[exercises.Card]) -> str:
     if not left:
         return ""
-    exercise = exercises.find(left[0].exercise)
-    return f"{left[0].number} · {exercise.title} ({exercise.minutes} min)"
+    return f"{left[0].number} · {left[0].title} ({left[0].minutes} min)"
 
 
 def overview() -> Overview:

@@ -1,4 +1,4 @@
-"""What an exercise is: a card, a reference solution, properties to check, and graded hints.
+"""What an exercise is: a reference solution, properties to check, and graded hints.
 
 Each module of this folder holds the exercises of one topic in a tuple `EXERCISES`; `find` and
 `every` are the only ways in. Wrong answers, which the checks must reject, stand in the tests.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from labutils import config, units
+from labutils import config
 
 
 class Failed(Exception):
@@ -33,45 +33,42 @@ class Failed(Exception):
         self.hint = hint
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Property:
     """One thing that must hold of an attempt.
 
-    `test(attempt)` returns what it covered ("12 cases") or raises `Failed`.
+    `test(attempt)` returns what it covered ("12 cases") or raises `Failed`; what is `given` goes
+    to the test as well.
     """
 
     name: str
     test: Callable[[Any], str | None]
 
+    def __init__(self, name: str, test: Callable[..., str | None], /, **given: Any) -> None:
+        vars(self).update(name=name, test=functools.partial(test, **given) if given else test)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
-    """A card (minutes, difficulty 1–3, what it proves), the solution, and the check.
+    """The solution, the check, and hints, each of which says more than the one before.
 
     untouched: the `digest` of the code that a bug hunt hands out, which is no attempt yet
     """
 
     id: str
-    title: str
-    minutes: int
-    difficulty: int
-    proves: str
     reference: Any
     properties: tuple[Property, ...]
     hints: tuple[str, ...]
     untouched: str = ""
 
     def __post_init__(self) -> None:
-        units.whole(self.minutes, f"{self.id}: minutes", 1)
-        if self.difficulty not in (1, 2, 3):
-            raise ValueError(f"{self.id}: difficulty is 1, 2 or 3, got {self.difficulty!r}")
         if not self.properties or not self.hints:
             raise ValueError(f"{self.id}: an exercise needs at least one property and one hint")
 
     @property
-    def dots(self) -> str:
-        """The difficulty as it stands on the card: ●○○, ●●○ or ●●●."""
-        return "●" * self.difficulty + "○" * (3 - self.difficulty)
+    def card(self) -> "Card":
+        """What its lab says of it."""
+        return next(card for card in cards() if card.exercise == self.id)
 
 
 def digest(code: Any) -> str:
@@ -152,16 +149,21 @@ def find(exercise_id: str) -> Exercise:
 
 
 class Card(NamedTuple):
-    """Where an exercise stands: its lab, its number there, its id, and the name of the answer."""
+    """What a lab says of an exercise: its number there, its id, the name of the answer, its title,
+    the minutes that it takes, and its difficulty: ●○○, ●●○ or ●●●."""
 
     lab: str
     number: str
     exercise: str
     answer: str
+    title: str
+    minutes: int
+    dots: str
 
 
 @functools.cache
 def cards() -> tuple[Card, ...]:
     """The cards of all labs, in order, from a table of the course's data."""
     with open(config.DATA / "exercises.csv", newline="", encoding="utf-8") as table:
-        return tuple(Card(**row) for row in csv.DictReader(table))
+        _, *rows = csv.reader(table)
+        return tuple(Card._make([*row[:5], int(row[5]), row[6]]) for row in rows)

@@ -221,10 +221,6 @@ def _value(attempt: Callable) -> str:
 
 ACCUMULATE = Exercise(
     id="accumulation/accumulate",
-    title="Accumulate",
-    minutes=15,
-    difficulty=2,
-    proves="you get the gradient of the whole batch in the memory of a part",
     reference=accumulation.accumulate,
     properties=(
         Property("equal micro-batches", _equal),
@@ -328,10 +324,6 @@ def _steps(attempt: Callable) -> str:
 
 CONFIGURE = Exercise(
     id="accumulation/configure",
-    title="Fill a batch",
-    minutes=10,
-    difficulty=1,
-    proves="you can go from tokens in a batch to micro-batch and accumulation steps",
     reference=batches_of,
     properties=(
         Property("tokens in the batch", _tokens),
@@ -448,17 +440,15 @@ _LEFT = "Gradients from the end of one epoch are still there at the start of the
 
 REPAIR = Exercise(
     id="accumulation/bug-hunt",
-    title="Bug hunt: the loop that everybody copies",
     untouched="38420988",
-    minutes=15,
-    difficulty=2,
-    proves="you see the batches that a loop loses, and the clipping that it does too often",
     reference=accumulation.epoch,
     properties=(
         Property("full steps", _full),
         Property("every micro-batch counts", _all_used),
-        Property("clipping", lambda attempt: _same(attempt, 8, 4, _NORM, _CLIP_ONCE)),
-        Property("epochs do not touch", lambda attempt: _same(attempt, 5, 4, 1e9, _LEFT, epochs=2)),
+        Property("clipping", _same, count=8, k=4, max_norm=_NORM, hint=_CLIP_ONCE),
+        Property(
+            "epochs do not touch", _same, count=5, k=4, max_norm=1e9, hint=_LEFT, epochs=2
+        ),
         Property("memory", _steps_flat),
     ),
     hints=(

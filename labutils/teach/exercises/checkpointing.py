@@ -120,10 +120,6 @@ def _values(attempt: Callable) -> str:
 
 SEGMENTS = Exercise(
     id="checkpointing/segments",
-    title="Write a plan",
-    minutes=20,
-    difficulty=2,
-    proves="you know what must be held when, and what may go",
     reference=checkpointing.segments,
     properties=(
         Property(
@@ -264,10 +260,6 @@ def _in_time(attempt: Callable) -> str:
 
 BINOMIAL = Exercise(
     id="checkpointing/fewest-evaluations",
-    title="Count the best plan",
-    minutes=10,
-    difficulty=2,
-    proves="you can find the optimum by dynamic programming",
     reference=fewest_evaluations,
     properties=(Property("fewest evaluations", _fewest), Property("longer chains", _in_time)),
     hints=(
@@ -575,10 +567,6 @@ def textbook(
 
 CHECKPOINT = Exercise(
     id="checkpointing/checkpoint",
-    title="Write checkpoint",
-    minutes=30,
-    difficulty=3,
-    proves="you can throw activations away and get the same gradients, dropout included",
     reference=checkpointing.checkpoint,
     properties=(
         Property("gradients", _gradients),
@@ -655,13 +643,10 @@ def _innocent(attempt: Callable) -> str:
     return "3 right implementations pass"
 
 
-def _caught(implementation: Callable, story: str, advice: str) -> Callable[[Callable], str]:
-    def test(attempt: Callable) -> str:
-        if not _verdict(attempt, implementation):
-            raise Failed(story, advice)
-        return "caught"
-
-    return test
+def _caught(attempt: Callable, implementation: Callable, story: str, advice: str) -> str:
+    if not _verdict(attempt, implementation):
+        raise Failed(story, advice)
+    return "caught"
 
 
 def differs(checkpoint: Callable, *, dropout: float, after: bool, grads: str = "both") -> bool:
@@ -693,40 +678,33 @@ def is_broken(checkpoint: Callable) -> bool:
 
 TEST = Exercise(
     id="checkpointing/bug-hunt",
-    title="Bug hunt: the checkpoint that passes every test",
-    minutes=15,
-    difficulty=2,
-    proves="you know what a test of checkpointing must look at",
     reference=is_broken,
     properties=(
         Property("lets right ones pass", _innocent),
         Property(
             "catches lost weights",
-            _caught(
-                textbook("fork", "grad"),
-                "a checkpoint that gives no gradient to the weights passes your test",
-                "Compare the gradients of the weights, not that of the input alone.",
-            ),
+            _caught,
+            implementation=textbook("fork", "grad"),
+            story="a checkpoint that gives no gradient to the weights passes your test",
+            advice="Compare the gradients of the weights, not that of the input alone.",
         ),
         Property(
             "catches another mask",
-            _caught(
-                textbook("no"),
-                "a checkpoint that draws another dropout mask the second time passes your test",
-                "Without dropout in the block the bug cannot show: "
-                "put some in, and compare gradients.",
-            ),
+            _caught,
+            implementation=textbook("no"),
+            story="a checkpoint that draws another dropout mask the second time passes your test",
+            advice="Without dropout in the block the bug cannot show: "
+            "put some in, and compare gradients.",
         ),
         Property(
             "catches a generator left behind",
-            _caught(
-                textbook("set"),
-                "a checkpoint that leaves the random generator in the past passes your test",
-                "All gradients of this step are right; the next step draws old numbers. "
-                "Draw torch.rand(1) after the backward pass and compare that too. "
-                "One block alone hides the bug, since it ends where the forward pass ended: "
-                "draw a number between forward and backward, or use two blocks.",
-            ),
+            _caught,
+            implementation=textbook("set"),
+            story="a checkpoint that leaves the random generator in the past passes your test",
+            advice="All gradients of this step are right; the next step draws old numbers. "
+            "Draw torch.rand(1) after the backward pass and compare that too. "
+            "One block alone hides the bug, since it ends where the forward pass ended: "
+            "draw a number between forward and backward, or use two blocks.",
         ),
     ),
     hints=(

@@ -1,6 +1,5 @@
 """Order the sends, write the ring, grow a tree, and the test that a published ring lacked."""
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -141,7 +140,15 @@ def _misplaced(where: str, count: list[int], off: float) -> None:
     )
 
 
-def _sums(attempt: Callable, n: int, length: int) -> None:
+def _sums(attempt: Callable, n: int, length: int, more: str = "") -> None:
+    """Raise Failed unless every rank has all sums; `more` is said of this case after the reason."""
+    try:
+        _summed(attempt, n, length)
+    except Failed as failure:
+        raise Failed(str(failure), f"{failure.hint} {more}".rstrip()) from None
+
+
+def _summed(attempt: Callable, n: int, length: int) -> None:
     marked, _ = _run(
         attempt, [torch.full((length,), 100**rank, dtype=torch.float64) for rank in range(n)]
     )
@@ -169,15 +176,11 @@ def _ring_values(attempt: Callable) -> str:
 def _ring_uneven(attempt: Callable) -> str:
     cases = [(2, 7), (3, 7), (3, 8), (4, 9), (5, 13)]
     for n, length in cases:
-        try:
-            _sums(attempt, n, length)
-        except Failed as failure:
-            raise Failed(
-                str(failure),
-                f"{failure.hint} It works when N divides n: {length} elements on {n} ranks make "
-                f"pieces of {collectives.shares(length, n)}, "
-                "as torch.tensor_split cuts them.",
-            ) from None
+        more = (
+            f"It works when N divides n: {length} elements on {n} ranks make pieces of "
+            f"{collectives.shares(length, n)}, as torch.tensor_split cuts them."
+        )
+        _sums(attempt, n, length, more)
     return f"{len(cases)} cases"
 
 
@@ -231,16 +234,9 @@ def _ring_bytes(attempt: Callable) -> str:
 
 
 def _ring_edges(attempt: Callable) -> str:
-    cases = [(4, 3), (5, 1), (3, 0), (1, 4), (1, 0)]
-    for n, length in cases:
-        try:
-            _sums(attempt, n, length)
-        except Failed as failure:
-            raise Failed(
-                str(failure),
-                f"{failure.hint} This case is a small one: some ranks have an empty piece, "
-                "or there is only one rank.",
-            ) from None
+    more = "This case is a small one: some ranks have an empty piece, or there is only one rank."
+    for n, length in ((4, 3), (5, 1), (3, 0), (1, 4), (1, 0)):
+        _sums(attempt, n, length, more)
     return "n < N, n = 0, N = 1"
 
 
@@ -265,10 +261,6 @@ def _ring_dtypes(attempt: Callable) -> str:
 
 RING = Exercise(
     id="collectives/ring-all-reduce",
-    title="Write the ring",
-    minutes=15,
-    difficulty=2,
-    proves="you can build an all-reduce that no rank has to pay for",
     reference=collectives.all_reduce_ring,
     properties=(
         Property("values", _ring_values),
@@ -362,10 +354,6 @@ def _shift_alone(attempt: Callable) -> str:
 
 SHIFT = Exercise(
     id="collectives/ordered-sends",
-    title="Break the circle",
-    minutes=8,
-    difficulty=1,
-    proves="you can order blocking sends so that nobody waits in a circle",
     reference=collectives.shift,
     properties=(
         Property("values", _shift_values),
@@ -382,7 +370,7 @@ SHIFT = Exercise(
 # ── a tree ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _tree_values(sizes: tuple[int, ...], attempt: Callable) -> str:
+def _tree_values(attempt: Callable, sizes: tuple[int, ...]) -> str:
     for n in sizes:
         inputs = _numbers(n, 5)
         try:
@@ -434,14 +422,10 @@ def _tree_steps(attempt: Callable) -> str:
 
 TREE = Exercise(
     id="collectives/broadcast-tree",
-    title="Tell a thousand ranks in ten steps",
-    minutes=10,
-    difficulty=2,
-    proves="you can trade the root's load for a tree's depth",
     reference=collectives.broadcast_tree,
     properties=(
-        Property("values", functools.partial(_tree_values, (1, 2, 4, 8))),
-        Property("any number of ranks", functools.partial(_tree_values, (3, 5, 6, 7))),
+        Property("values", _tree_values, sizes=(1, 2, 4, 8)),
+        Property("any number of ranks", _tree_values, sizes=(3, 5, 6, 7)),
         Property("steps", _tree_steps),
     ),
     hints=(
@@ -548,7 +532,7 @@ IMPOSTORS: dict[str, Callable] = {
 """All-reduces that are none, by what your test is told to have let pass."""
 
 
-def _catches(advice: dict[str, str], attempt: Callable) -> str:
+def _catches(attempt: Callable, advice: dict[str, str]) -> str:
     for told, hint in advice.items():
         with world.World(4, engine="threads", timeout=10) as four:
             if not _said(attempt, IMPOSTORS[told], four):
@@ -621,16 +605,12 @@ def faults(all_reduce: Callable, world: world.World, numel: int = 1001) -> list[
 
 HUNT = Exercise(
     id="collectives/missing-test",
-    title="Bug hunt: the ring that passed its test",
-    minutes=12,
-    difficulty=2,
-    proves="you know what an all-reduce must be tested for besides its values",
     reference=faults,
     properties=(
         Property("lets a sound ring pass", _hunt_sound),
-        Property("catches wrong values", functools.partial(_catches, _VALUES)),
-        Property("catches ranks that drift apart", functools.partial(_catches, _BITS)),
-        Property("catches an overworked rank", functools.partial(_catches, _LOAD)),
+        Property("catches wrong values", _catches, advice=_VALUES),
+        Property("catches ranks that drift apart", _catches, advice=_BITS),
+        Property("catches an overworked rank", _catches, advice=_LOAD),
     ),
     hints=(
         "Give every rank another random tensor, of a length that N does not divide, "

@@ -214,14 +214,10 @@ def _ring_reference(q: Tensor, k: Tensor, v: Tensor, whole: Any, comm: Any, atte
 
 RING = Exercise(
     id="context_parallel/ring",
-    title="Pass the keys round",
-    minutes=25,
-    difficulty=2,
-    proves="you compute attention over keys that are never on one rank together",
     reference=_ring_reference,
     properties=(
-        Property("contiguous", lambda attempt: _attends(attempt, "contiguous")),
-        Property("zig-zag", lambda attempt: _attends(attempt, "zigzag")),
+        Property("contiguous", _attends, kind="contiguous"),
+        Property("zig-zag", _attends, kind="zigzag"),
         Property("bytes sent", _ring_bytes),
         Property("work", _ring_work),
         Property("sends travel while you compute", _ring_hides),
@@ -311,14 +307,10 @@ def _trade_bytes(attempt: Callable) -> str:
 
 TRADE = Exercise(
     id="context_parallel/heads",
-    title="Trade tokens for heads",
-    minutes=8,
-    difficulty=2,
-    proves="you know what an all-to-all does to the dims of a tensor",
     reference=context_parallel.heads_for_tokens,
     properties=(
-        Property("contiguous", lambda attempt: _trades(attempt, "contiguous")),
-        Property("zig-zag", lambda attempt: _trades(attempt, "zigzag")),
+        Property("contiguous", _trades, kind="contiguous"),
+        Property("zig-zag", _trades, kind="zigzag"),
         Property("bytes sent", _trade_bytes),
     ),
     hints=(
@@ -500,11 +492,7 @@ def _why_off(loss: float, right: float, counts: list[int]) -> str:
 
 HUNT = Exercise(
     id="context_parallel/bug-hunt",
-    title="Bug hunt: the model that passed its test",
     untouched="e9e986b3",
-    minutes=12,
-    difficulty=3,
-    proves="you know what must be told to a rank that sees a part of the sequence",
     reference=context_parallel.distribute,
     properties=(
         Property("one rank", _one_rank),

@@ -86,7 +86,7 @@ def _unequal(parts: list[list[int]], length: int) -> tuple[str, str] | None:
     return None
 
 
-def _dealt_without(fault: Callable, attempt: Callable) -> str:
+def _dealt_without(attempt: Callable, fault: Callable) -> str:
     for length, size in _DEALS:
         if found := fault(_dealt(attempt, length, size), length):
             raise Failed(f"{_examples(length)} on {_ranks.count(size)}: {found[0]}", found[1])
@@ -136,17 +136,13 @@ def _shuffled(attempt: Callable) -> str:
 
 SAMPLER = Exercise(
     id="data_parallel/sampler",
-    title="Deal out the data",
-    minutes=10,
-    difficulty=1,
-    proves="you give ranks different data, equally much of it, and none is lost",
     reference=lambda length, rank, size, epoch: data_parallel.sampler(
         length, rank, size, epoch=epoch
     ),
     properties=(
-        Property("nobody works twice", functools.partial(_dealt_without, _repeated)),
-        Property("everything is seen", functools.partial(_dealt_without, _missing)),
-        Property("equal shares", functools.partial(_dealt_without, _unequal)),
+        Property("nobody works twice", _dealt_without, fault=_repeated),
+        Property("everything is seen", _dealt_without, fault=_missing),
+        Property("equal shares", _dealt_without, fault=_unequal),
         Property("a new order in every epoch", _shuffled),
     ),
     hints=(
@@ -520,13 +516,6 @@ _BATCH = "the gradient of the whole batch"
 
 HOOKS = Exercise(
     id="data_parallel/hooks",
-    title="Reduce as you go",
-    minutes=15,
-    difficulty=2,
-    proves=(
-        "you keep replicas equal from the first weight on, with gradients that leave while others "
-        "are computed"
-    ),
     reference=lambda module, comm: data_parallel.replicate(module, comm, bucket_bytes=1),
     properties=(
         Property("equal starts", _starts),
@@ -663,11 +652,7 @@ def _interrupted(attempt: Callable) -> str:
 
 REPAIR = Exercise(
     id="data_parallel/bug-hunt",
-    title="Bug hunt: the wrapper that passed its test",
     untouched="3f1cfdab",
-    minutes=20,
-    difficulty=3,
-    proves="you know what buckets, accumulation and a start ask of a data-parallel wrapper",
     reference=data_parallel.replicate,
     properties=(
         Property("equal starts", lambda attempt: _starts(_with(attempt, _HUGE))),

@@ -162,10 +162,6 @@ def _learns(attempt: Callable) -> str:
 
 CHOOSE = Exercise(
     id="expert_parallel/route",
-    title="Choose the experts",
-    minutes=10,
-    difficulty=1,
-    proves="you route tokens to the best k experts, with weights that add up to 1 and learn",
     reference=_choose,
     properties=(
         Property("the best k", _best),
@@ -387,27 +383,20 @@ def _lean(attempt: Callable) -> str:
 
 TRAVEL = Exercise(
     id="expert_parallel/travel",
-    title="Bring the tokens home",
-    minutes=35,
-    difficulty=3,
-    proves="you send every token to its experts and add the results up in its own place",
     reference=lambda x, chosen, weights, experts, comm: _there_and_back(
         x, chosen, weights, experts, comm
     ),
     properties=(
-        Property("one rank", lambda attempt: _home(attempt, [_Case(1, 3)])),
+        Property("one rank", _home, cases=[_Case(1, 3)]),
         Property(
             "every token in its place",
-            lambda attempt: _home(attempt, [_Case(2, 1), _Case(3, 1), _Case(2, 3), _Case(4, 2)]),
+            _home,
+            cases=[_Case(2, 1), _Case(3, 1), _Case(2, 3), _Case(4, 2)],
         ),
         Property(
-            "one expert each, and three",
-            lambda attempt: _home(attempt, [_Case(3, 2, k=1), _Case(2, 2, k=3)]),
+            "one expert each, and three", _home, cases=[_Case(3, 2, k=1), _Case(2, 2, k=3)]
         ),
-        Property(
-            "an idle expert",
-            lambda attempt: _home(attempt, [_Case(3, 2, idle=0), _Case(3, 2, idle=5)]),
-        ),
+        Property("an idle expert", _home, cases=[_Case(3, 2, idle=0), _Case(3, 2, idle=5)]),
         Property("bytes sent", _frugal),
         Property("rows computed", _lean),
     ),
@@ -603,11 +592,7 @@ def _balances_in(attempt: Callable, layer: int) -> None:
 
 REPAIR = Exercise(
     id="expert_parallel/bug-hunt",
-    title="Bug hunt: the loss was right",
     untouched="d29e77b1",
-    minutes=10,
-    difficulty=2,
-    proves="you know which ranks average which gradients, and what the balance loss must reach",
     reference=_reduced,
     properties=(
         Property("the loss", _losses),

@@ -213,10 +213,6 @@ def _forgets(attempt: Online) -> str:
 
 ONLINE = Exercise(
     id="flash/online-softmax",
-    title="A softmax that is never complete",
-    minutes=15,
-    difficulty=2,
-    proves="you can normalize a row of scores that you never see as a whole",
     reference=flash.online,
     properties=(
         Property("the maximum comes first", _first_highest),
@@ -362,10 +358,6 @@ def _gradient(attempt: Merge) -> str:
 
 MERGE = Exercise(
     id="flash/merge",
-    title="Two halves of the keys",
-    minutes=15,
-    difficulty=2,
-    proves="you can compute attention over all keys from its results over parts of them",
     reference=flash.merge,
     properties=(
         Property("outputs", _outputs),
@@ -534,11 +526,7 @@ def _tiles(attempt: Attend) -> str:
 
 HUNT = Exercise(
     id="flash/causal-hunt",
-    title="Bug hunt: right on every square",
     untouched="87d88437",
-    minutes=15,
-    difficulty=2,
-    proves="you know where a causal mask sits when there are more keys than queries",
     reference=flash.attention,
     properties=(
         Property("as many queries as keys", _squares),

@@ -152,10 +152,6 @@ def _small_formats(attempt: Decode) -> str:
 
 DECODE = Exercise(
     id="floats/decode",
-    title="Read a code",
-    minutes=10,
-    difficulty=1,
-    proves="you can say what any pattern of bits means in any format",
     reference=FloatFormat.decode,
     properties=(
         Property("normal numbers", _normals),
@@ -289,11 +285,6 @@ def _once(attempt: Encode) -> str:
 
 ENCODE = Exercise(
     id="floats/encode",
-    title="Write the cast",
-    minutes=20,
-    difficulty=2,
-    proves=("you can round any number into any format: to nearest, ties to even, subnormals and "
-    "overflow included"),
     reference=FloatFormat.encode,
     properties=(
         Property("values of the format", _grid),
@@ -389,10 +380,6 @@ def _close(attempt: Callable) -> str:
 
 PAIRWISE = Exercise(
     id="floats/pairwise-sum",
-    title="A sum that does not stall",
-    minutes=10,
-    difficulty=2,
-    proves="you know why a running sum stops growing, and one cure",
     reference=precision.pairwise_sum,
     properties=(
         Property("a sum of ones", _ones),
@@ -459,10 +446,6 @@ def _is_tie(x: float) -> bool:
 
 DOUBLE_ROUNDING = Exercise(
     id="floats/rounds-twice",
-    title="Bug hunt: the cast that rounds twice",
-    minutes=10,
-    difficulty=3,
-    proves="you know why a number must be rounded once, and which tests would have told",
     reference=1 + 2**-11 + 2**-40,
     properties=(
         Property("a finite number", _is_a_number),

@@ -133,10 +133,6 @@ def _zeros(attempt: Callable) -> str:
 
 CAST = Exercise(
     id="fp8/cast",
-    title="Put a tensor into 8 bits",
-    minutes=10,
-    difficulty=1,
-    proves="you scale, clip and round in that order, and know what brings the codes back",
     reference=in_eight_bits,
     properties=(
         Property("back again", _back),
@@ -267,10 +263,6 @@ def _values(attempt: Callable) -> str:
 
 PRODUCTS = Exercise(
     id="fp8/products",
-    title="Three products by tiles",
-    minutes=12,
-    difficulty=2,
-    proves="you know along which dim each product adds up, and what that asks of its tiles",
     reference=three_products,
     properties=(Property("scales", _shapes), Property("values", _values)),
     hints=(
@@ -405,11 +397,7 @@ def _zeros_seen(attempt: Any) -> str:
 
 HUNT = Exercise(
     id="fp8/bug-hunt",
-    title="Bug hunt: the scale of the last steps",
     untouched="132fcfbe",
-    minutes=10,
-    difficulty=3,
-    proves="you know when delayed scaling looks at a tensor, and when what it saw counts",
     reference=DelayedScale,
     properties=(
         Property("a steady tensor", _steady),

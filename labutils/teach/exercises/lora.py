@@ -245,10 +245,6 @@ def _in_bf16(attempt: Callable) -> str:
 
 ADAPTER = Exercise(
     id="lora/adapter",
-    title="Give a layer an adapter",
-    minutes=12,
-    difficulty=2,
-    proves="you train a low-rank update beside a frozen layer, from a start that changes nothing",
     reference=lambda linear, rank, alpha: lora.wrap(linear, rank=rank, alpha=alpha),
     properties=(
         Property("it begins as the layer", _begins),
@@ -340,10 +336,6 @@ def _held(attempt: Callable) -> str:
 
 HELD = Exercise(
     id="lora/held",
-    title="Count what is trained and held",
-    minutes=8,
-    difficulty=1,
-    proves="you know how many numbers LoRA trains, and which bytes it saves and which it does not",
     reference=fine_tuned,
     properties=(Property("numbers trained", _counted), Property("bytes held", _held)),
     hints=(
@@ -497,10 +489,6 @@ def _frozen_still(attempt: Callable) -> str:
 
 REPAIR = Exercise(
     id="lora/bug-hunt",
-    title="Bug hunt: the layer that merges",
-    minutes=12,
-    difficulty=3,
-    proves="you merge an adapter so that it costs nothing, once, and can be taken out again",
     reference=lambda linear, rank, alpha: lora.wrap(linear, rank=rank, alpha=alpha),
     untouched="da9421e0",
     properties=(

@@ -147,7 +147,7 @@ def _miscounts(model: ModelConfig) -> dict[int, str]:
     }
 
 
-def _counted(config: Mapping[str, Any], name: str, attempt: Callable) -> str:
+def _counted(attempt: Callable, config: Mapping[str, Any], name: str) -> str:
     model = ModelConfig.from_hf(config)
     got, right = attempt(dict(config)), model.num_params
     if got == right:
@@ -167,22 +167,19 @@ def _counted(config: Mapping[str, Any], name: str, attempt: Callable) -> str:
     )
 
 
-def _counts(name: str, config: Mapping[str, Any], told: str) -> Property:
-    return Property(name, functools.partial(_counted, config, told))
-
-
 PARAMETERS = Exercise(
     id="memory/count-parameters",
-    title="Count the parameters of a config.json",
-    minutes=15,
-    difficulty=2,
-    proves="you can count a model from its configuration to the last parameter",
     reference=count_parameters,
     properties=(
-        _counts("Llama 2 7B", _LLAMA_2, "Llama 2 7B"),
-        _counts("Llama 3.1 8B, with fewer key–value heads", LLAMA_3, "Llama 3.1 8B"),
-        _counts("Qwen2 0.5B, tied", _QWEN_SMALL, "Qwen2 0.5B"),
-        _counts("Qwen2 7B", _QWEN_7B, "Qwen2 7B"),
+        Property("Llama 2 7B", _counted, config=_LLAMA_2, name="Llama 2 7B"),
+        Property(
+            "Llama 3.1 8B, with fewer key–value heads",
+            _counted,
+            config=LLAMA_3,
+            name="Llama 3.1 8B",
+        ),
+        Property("Qwen2 0.5B, tied", _counted, config=_QWEN_SMALL, name="Qwen2 0.5B"),
+        Property("Qwen2 7B", _counted, config=_QWEN_7B, name="Qwen2 7B"),
     ),
     hints=(
         "A layer: queries and output h·h, keys and values h·(g·d) each, three matrices of h·f, "
@@ -286,26 +283,19 @@ def _agrees(attempt: Callable, sizes: dict[str, int], size: int) -> None:
     )
 
 
-def _agree(cases: list[dict[str, int]], size: int = 4) -> Callable[[Callable], str]:
-    def property(attempt: Callable) -> str:
-        for sizes in cases:
-            _agrees(attempt, sizes, size)
-        return f"{len(cases)} measured"
-
-    return property
+def _agree(attempt: Callable, cases: list[dict[str, int]], size: int = 4) -> str:
+    for sizes in cases:
+        _agrees(attempt, sizes, size)
+    return f"{len(cases)} measured"
 
 
 SAVED = Exercise(
     id="memory/saved-by-attention",
-    title="Predict what attention keeps",
-    minutes=15,
-    difficulty=2,
-    proves="you can say which tensors autograd keeps, and why",
     reference=saved_by_attention,
     properties=(
-        Property("as many key–value heads as heads", _agree(_SIZES[:2])),
-        Property("grouped heads", _agree(_SIZES[2:])),
-        Property("bf16", _agree(_SIZES, size=2)),
+        Property("as many key–value heads as heads", _agree, cases=_SIZES[:2]),
+        Property("grouped heads", _agree, cases=_SIZES[2:]),
+        Property("bf16", _agree, cases=_SIZES, size=2),
     ),
     hints=(
         "y = W·x needs x for the gradient of W. C = A·B needs A and B. softmax needs its output. "
@@ -407,27 +397,20 @@ def _fullest(attempt: Callable, setting: tuple[str, int, int, str]) -> None:
     raise Failed(f"{what}: {seen}", why)
 
 
-def _fullest_at(*settings: int) -> Callable[[Callable], str]:
-    def property(attempt: Callable) -> str:
-        for i in settings:
-            _fullest(attempt, _STEPS[i])
-        return f"{len(settings)} steps"
-
-    return property
+def _fullest_at(attempt: Callable, settings: slice) -> str:
+    for setting in _STEPS[settings]:
+        _fullest(attempt, setting)
+    return f"{len(_STEPS[settings])} steps"
 
 
 FULLEST = Exercise(
     id="memory/bug-hunt-peak",
-    title="Bug hunt: the estimator that adds everything up",
     untouched="b6728bce",
-    minutes=15,
-    difficulty=2,
-    proves="you can say in which phase a step is fullest, and how full",
     reference=fullest_moment,
     properties=(
-        Property("one sequence, fused", _fullest_at(0)),
-        Property("one sequence, foreach", _fullest_at(1, 2)),
-        Property("more sequences", _fullest_at(3, 4, 5)),
+        Property("one sequence, fused", _fullest_at, settings=slice(1)),
+        Property("one sequence, foreach", _fullest_at, settings=slice(1, 3)),
+        Property("more sequences", _fullest_at, settings=slice(3, 6)),
     ),
     hints=(
         "Two moments can be the fullest: right after the loss, and inside the optimizer's step. "
@@ -464,7 +447,7 @@ def _why_it_fits(gpu: memory.Allocator) -> str:
     )
 
 
-def _left_by(attempt: Callable, free: float, why: str) -> str:
+def _left_by(attempt: Callable, free: float, why: str = "") -> str:
     """Hold an attempt against all devices: nothing large fits, and the share `free` is not used."""
     for capacity in _DEVICES:
         gpu = memory.Allocator(capacity)
@@ -482,29 +465,23 @@ def _left_by(attempt: Callable, free: float, why: str) -> str:
     return "devices of 80 and 130 MiB"
 
 
-def _leaves(name: str, free: float, why: str = "") -> Property:
-    return Property(name, functools.partial(_left_by, free=free, why=why))
-
-
 FRAGMENT = Exercise(
     id="memory/fragment",
-    title="Refused with 99 % free",
-    minutes=10,
-    difficulty=2,
-    proves="you know what keeps free memory from being handed out",
     reference=fragment,
     properties=(
-        _leaves("20 MiB are refused", 0),
-        _leaves(
+        Property("20 MiB are refused", _left_by, free=0),
+        Property(
             "half is free",
-            0.5,
-            "That is a full device. Free most of what you have allocated, "
+            _left_by,
+            free=0.5,
+            why="That is a full device. Free most of what you have allocated, "
             "and leave something in every segment.",
         ),
-        _leaves(
+        Property(
             "99 % are free",
-            0.99,
-            "What stays is too large for its segment: in one of 20 MiB more than 1 MiB has to. "
+            _left_by,
+            free=0.99,
+            why="What stays is too large for its segment: in one of 20 MiB more than 1 MiB has to. "
             "Which requests get segments of 2 MiB, and how little can stay in one?",
         ),
     ),

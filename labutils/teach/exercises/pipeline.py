@@ -139,54 +139,42 @@ _SHORT = ((4, 2), (5, 1))
 
 ONE_F_ONE_B = Exercise(
     id="pipeline/one-f-one-b",
-    title="Write 1F1B",
-    minutes=10,
-    difficulty=2,
-    proves="you know the order in which every rank works, and what it holds meanwhile",
     reference=lambda rank, p, m: list(map(str, schedule.one_f_one_b(p, m).ranks[rank])),
     properties=(
-        Property("every operation, in a legal order", functools.partial(_legal, cases=_LINES)),
+        Property("every operation, in a legal order", _legal, cases=_LINES),
         Property(
             "memory",
-            functools.partial(
-                _fits,
-                cases=_LINES,
-                bound=lambda p, m, rank: schedule.peak_in_flight("one_f_one_b", p, m, rank),
-                why="That is more than ranks follow, plus one. Rank i runs p − 1 − i forwards "
-                "first; from then on each forward is followed by a backward.",
-            ),
+            _fits,
+            cases=_LINES,
+            bound=lambda p, m, rank: schedule.peak_in_flight("one_f_one_b", p, m, rank),
+            why="That is more than ranks follow, plus one. Rank i runs p − 1 − i forwards "
+            "first; from then on each forward is followed by a backward.",
         ),
         Property(
             "time",
-            functools.partial(
-                _lasts,
-                cases=_LINES,
-                best=lambda p, m: 3 * (m + p - 1),
-                why="A rank waits for its neighbor although it could run ahead: while its first "
-                "micro-batch travels to the last rank and back, it has p − 1 − i more to start. "
-                "And backwards come in the order of the forwards, B0 first.",
-            ),
+            _lasts,
+            cases=_LINES,
+            best=lambda p, m: 3 * (m + p - 1),
+            why="A rank waits for its neighbor although it could run ahead: while its first "
+            "micro-batch travels to the last rank and back, it has p − 1 − i more to start. "
+            "And backwards come in the order of the forwards, B0 first.",
         ),
-        Property("fewer micro-batches than ranks", functools.partial(_legal, cases=_SHORT)),
+        Property("fewer micro-batches than ranks", _legal, cases=_SHORT),
         Property(
             "as short as it can be with few",
-            functools.partial(
-                _lasts,
-                cases=_SHORT,
-                best=lambda p, m: 3 * (m + p - 1),
-                why="With m below p all forwards go first, min(p − 1 − rank, m) of them before "
-                "the first backward: one after the other they would travel alone.",
-            ),
+            _lasts,
+            cases=_SHORT,
+            best=lambda p, m: 3 * (m + p - 1),
+            why="With m below p all forwards go first, min(p − 1 − rank, m) of them before "
+            "the first backward: one after the other they would travel alone.",
         ),
         Property(
             "memory with few",
-            functools.partial(
-                _fits,
-                cases=_SHORT,
-                bound=lambda p, m, rank: schedule.peak_in_flight("one_f_one_b", p, m, rank),
-                why="With m below p, too, rank i runs min(p − 1 − i, m) forwards first: the last "
-                "rank none.",
-            ),
+            _fits,
+            cases=_SHORT,
+            bound=lambda p, m, rank: schedule.peak_in_flight("one_f_one_b", p, m, rank),
+            why="With m below p, too, rank i runs min(p − 1 − i, m) forwards first: the last "
+            "rank none.",
         ),
     ),
     hints=(
@@ -242,12 +230,8 @@ def _counts(attempt: Callable, kind: str) -> str:
 
 PEAK = Exercise(
     id="pipeline/peak",
-    title="Bound the memory",
-    minutes=8,
-    difficulty=1,
-    proves="you know from when to when a rank holds an activation",
     reference=_peak,
-    properties=tuple(Property(kind, functools.partial(_counts, kind=kind)) for kind, _ in _HELD),
+    properties=tuple(Property(kind, _counts, kind=kind) for kind, _ in _HELD),
     hints=(
         "Walk along ops with a counter: an F adds nbytes[op.stage]. Which operation is the last "
         "that reads the activations?",
@@ -263,38 +247,27 @@ _FEW = ((4, 2), (5, 1))
 
 PLACE_W = Exercise(
     id="pipeline/place-w",
-    title="Place W",
-    minutes=10,
-    difficulty=2,
-    proves="you can fill the drain of 1F1B with gradients of weights, in the same memory",
     reference=lambda rank, p, m: list(map(str, schedule.zb_h1(p, m).ranks[rank])),
     properties=(
-        Property(
-            "every operation, in a legal order",
-            functools.partial(_legal, cases=_SPLIT + _FEW, split=True),
-        ),
+        Property("every operation, in a legal order", _legal, cases=_SPLIT + _FEW, split=True),
         Property(
             "memory",
-            functools.partial(
-                _fits,
-                cases=_SPLIT,
-                bound=lambda p, m, rank: p,
-                why="Activations stay until W. Rank 0 of 1F1B holds p already, so it can delay no "
-                "W; rank i holds p − i, so it can delay i of them.",
-                split=True,
-            ),
+            _fits,
+            cases=_SPLIT,
+            bound=lambda p, m, rank: p,
+            why="Activations stay until W. Rank 0 of 1F1B holds p already, so it can delay no "
+            "W; rank i holds p − i, so it can delay i of them.",
+            split=True,
         ),
         Property(
             "time",
-            functools.partial(
-                _lasts,
-                cases=_SPLIT,
-                best=lambda p, m: 3 * m + p - 1,
-                why="A W right after its B makes the rank before wait: what others need comes "
-                "first. Keep as many W as memory allows, and run them where the rank would idle, "
-                "at the end.",
-                split=True,
-            ),
+            _lasts,
+            cases=_SPLIT,
+            best=lambda p, m: 3 * m + p - 1,
+            why="A W right after its B makes the rank before wait: what others need comes "
+            "first. Keep as many W as memory allows, and run them where the rank would idle, "
+            "at the end.",
+            split=True,
         ),
     ),
     hints=(
@@ -318,36 +291,28 @@ def _interleaved(rank: int, p: int, m: int, chunks: int) -> list[str]:
 
 HUNT = Exercise(
     id="pipeline/bug-hunt",
-    title="Bug hunt: the order that hangs from three ranks on",
-    minutes=12,
-    difficulty=2,
-    proves="you can read a deadlock, and know what a test of a schedule must try",
     reference=_interleaved,
     properties=(
-        Property("two ranks", functools.partial(_legal, cases=_TWO)),
-        Property("three ranks and more", functools.partial(_legal, cases=_MORE)),
-        Property("other numbers of chunks", functools.partial(_legal, cases=_CHUNKS)),
+        Property("two ranks", _legal, cases=_TWO),
+        Property("three ranks and more", _legal, cases=_MORE),
+        Property("other numbers of chunks", _legal, cases=_CHUNKS),
         Property(
             "memory",
-            functools.partial(
-                _fits,
-                cases=_TWO + _MORE + _CHUNKS,
-                bound=lambda p, m, chunks, rank: schedule.peak_in_flight(
-                    "interleaved", p, m, rank, chunks
-                ),
-                why="More forwards first than the interleaved schedule needs: 2(p − 1 − rank) + "
-                "(chunks − 1)·p of them are enough.",
+            _fits,
+            cases=_TWO + _MORE + _CHUNKS,
+            bound=lambda p, m, chunks, rank: schedule.peak_in_flight(
+                "interleaved", p, m, rank, chunks
             ),
+            why="More forwards first than the interleaved schedule needs: 2(p − 1 − rank) + "
+            "(chunks − 1)·p of them are enough.",
         ),
         Property(
             "time",
-            functools.partial(
-                _lasts,
-                cases=_TWO + _MORE + _CHUNKS,
-                best=lambda p, m, chunks: 3 * (m * chunks + p - 1),
-                why="It runs, but ranks wait for each other: is the number of forwards first that "
-                "of the ranks behind, and does the last chunk come back first?",
-            ),
+            _lasts,
+            cases=_TWO + _MORE + _CHUNKS,
+            best=lambda p, m, chunks: 3 * (m * chunks + p - 1),
+            why="It runs, but ranks wait for each other: is the number of forwards first that "
+            "of the ranks behind, and does the last chunk come back first?",
         ),
     ),
     hints=(
@@ -463,22 +428,12 @@ def _products(attempt: Callable) -> str:
 
 LATE = Exercise(
     id="pipeline/late-weights",
-    title="Bug hunt: the weight gradients that came too late",
-    minutes=12,
-    difficulty=2,
-    proves="you can split a backward pass in two without changing a gradient",
     reference=_later,
     properties=(
+        Property("one layer", _halves, cases=[((4, 4), 1), ((3, 5), 1)], why=_DW),
+        Property("several layers", _halves, cases=[((4, 4, 4), 1), ((3, 5, 2, 4), 1)], why=_LATE),
         Property(
-            "one layer", functools.partial(_halves, cases=[((4, 4), 1), ((3, 5), 1)], why=_DW)
-        ),
-        Property(
-            "several layers",
-            functools.partial(_halves, cases=[((4, 4, 4), 1), ((3, 5, 2, 4), 1)], why=_LATE),
-        ),
-        Property(
-            "several micro-batches",
-            functools.partial(_halves, cases=[((4, 4), 2), ((3, 5, 2, 4), 3)], why=_ADD),
+            "several micro-batches", _halves, cases=[((4, 4), 2), ((3, 5, 2, 4), 3)], why=_ADD
         ),
         Property("what is multiplied when", _products),
     ),

@@ -142,14 +142,10 @@ _FULLEST = (
 
 FULLEST = Exercise(
     id="planner/fullest",
-    title="Bug hunt: the estimate that knows no cp",
     untouched="dbc7178d",
-    minutes=10,
-    difficulty=2,
-    proves="you know what the fullest rank of a pipeline holds",
     reference=fullest,
     properties=tuple(
-        Property(name, functools.partial(_compared, cases=cases, hint=hint))
+        Property(name, _compared, cases=cases, hint=hint)
         for name, cases, hint in _FULLEST
     ),
     hints=(
@@ -283,10 +279,6 @@ def _relative(attempt: Callable) -> str:
 
 FIT = Exercise(
     id="planner/fit",
-    title="Five numbers from five runs",
-    minutes=12,
-    difficulty=2,
-    proves="you calibrate the rates of a device with a few runs, and keep what they do not tell",
     reference=rates.fit_rates,
     properties=(
         Property("what runs tell", _told),
@@ -422,12 +414,8 @@ def _advice(mine: Estimate, best: Estimate) -> str:
 
 DEFEND = Exercise(
     id="planner/exam",
-    title="The exam",
-    minutes=23,
-    difficulty=3,
-    proves="you find a plan for a model and a cluster, and know why others lose",
     reference=choose,
-    properties=tuple(Property(name, functools.partial(_examined, name=name)) for name in EXAM),
+    properties=tuple(Property(name, _examined, name=name) for name in EXAM),
     hints=(
         "By hand is an answer: find a plan for each job with `consider`, and return the one of "
         "job.model.name.",

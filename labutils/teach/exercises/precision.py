@@ -94,10 +94,6 @@ def _once_rounded(attempt: Callable) -> str:
 
 MASTER = Exercise(
     id="precision/master-weights",
-    title="Half-precision weights that learn",
-    minutes=10,
-    difficulty=1,
-    proves="you know what a master copy is for, and where the rounding has to happen",
     reference=half_sgd,
     properties=(
         Property("half again", _half_again),
@@ -176,10 +172,6 @@ def _in_a_row(attempt: Callable) -> str:
 
 SCALE = Exercise(
     id="precision/dynamic-scale",
-    title="Move the scale",
-    minutes=10,
-    difficulty=2,
-    proves="you can read a log of loss scales, and say what the next one will be",
     reference=scales,
     properties=(
         Property("it grows", _grows),
@@ -322,13 +314,7 @@ def _fresh(attempt: Callable) -> str:
 
 HUNT = Exercise(
     id="precision/bug-hunt",
-    title="Bug hunt: a step that clips",
     untouched="f0e0e0fe",
-    minutes=15,
-    difficulty=2,
-    proves=(
-        "you know the order of scale, unscale, clip, step, update, and what each wrong order does"
-    ),
     reference=clipped_step,
     properties=(
         Property("a plain step", _plain_step),

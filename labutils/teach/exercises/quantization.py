@@ -143,10 +143,6 @@ def _nothing(attempt: Callable) -> str:
 
 GROUPS = Exercise(
     id="quantization/groups",
-    title="A scale for each group",
-    minutes=12,
-    difficulty=2,
-    proves="you find the scales and codes of groups, over the right axis, up to the end of a row",
     reference=group_codes,
     properties=(
         Property("scales", _scales),
@@ -279,10 +275,6 @@ def _integers(attempt: Callable) -> str:
 
 LAYER = Exercise(
     id="quantization/bug-hunt",
-    title="Bug hunt: the layer that passed its test",
-    minutes=12,
-    difficulty=3,
-    proves="you multiply integers without an overflow, with scales that can leave the sum",
     reference=int8_linear,
     untouched="ab81791b",
     properties=(
@@ -396,10 +388,6 @@ def _untouched(attempt: Callable) -> str:
 
 FEEDBACK = Exercise(
     id="quantization/feedback",
-    title="Round so that errors cancel",
-    minutes=15,
-    difficulty=3,
-    proves="you round weights so that their errors cancel in the output",
     reference=with_feedback,
     properties=(
         Property("on the grid", _on_the_grid),

@@ -139,10 +139,6 @@ def _every_iteration(attempt: Callable) -> str:
 
 RECIPE = Exercise(
     id="scaling/recipe",
-    title="Take a recipe to k times the batch",
-    minutes=10,
-    difficulty=1,
-    proves="you know what a larger batch changes in a recipe, and what an epoch of it then decays",
     reference=scaled_recipe,
     properties=(
         Property("the rule", _peak),
@@ -266,10 +262,6 @@ def _sent(attempt: Callable) -> str:
 
 NOISE = Exercise(
     id="scaling/noise-on-ranks",
-    title="Measure the noise scale on ranks",
-    minutes=10,
-    difficulty=2,
-    proves="you get the noise scale from what ranks hold before and after their all-reduce",
     reference=ranks.noise_scale_of_ranks,
     properties=(Property("value", _value), Property("bytes sent", _sent)),
     hints=(
@@ -419,18 +411,14 @@ def _follows(attempt: Callable, **options: Any) -> str:
 
 REPAIR = Exercise(
     id="scaling/bug-hunt",
-    title="Bug hunt: momentum for large batches",
-    minutes=12,
-    difficulty=3,
-    proves="you know what a changing rate, a weight decay and k micro-batches ask of SGD",
     reference=LargeBatchSGD,
     untouched="bf83d6b5",
     properties=(
-        Property("one micro-batch", functools.partial(_follows, k=1)),
-        Property("several micro-batches", functools.partial(_follows, k=4)),
-        Property("weight decay", functools.partial(_follows, k=4, decay=0.1)),
-        Property("while the rate grows", functools.partial(_follows, k=4, warm=5)),
-        Property("all together", functools.partial(_follows, k=3, decay=0.1, warm=4)),
+        Property("one micro-batch", _follows, k=1),
+        Property("several micro-batches", _follows, k=4),
+        Property("weight decay", _follows, k=4, decay=0.1),
+        Property("while the rate grows", _follows, k=4, warm=5),
+        Property("all together", _follows, k=3, decay=0.1, warm=4),
     ),
     hints=(
         "Its test has one micro-batch, no decay and no warm-up. Set k = 4, then decay, then warm, "

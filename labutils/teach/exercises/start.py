@@ -297,10 +297,6 @@ def _bf16(attempt) -> str:
 EXERCISES = (
     Exercise(
         id="start/tokens-per-step",
-        title="Tokens in one step",
-        minutes=4,
-        difficulty=1,
-        proves="you can turn a batch in samples into a batch in tokens",
         reference=accumulation.tokens_per_step,
         properties=(
             Property("one rank", _one_rank),
@@ -314,10 +310,6 @@ EXERCISES = (
     ),
     Exercise(
         id="start/step-peak",
-        title="What does the hill of an accumulating step stand on?",
-        minutes=10,
-        difficulty=2,
-        proves="you know what is alive at every moment of a step, also of one that accumulates",
         reference=memory.step_peak,
         properties=(
             Property("the first step", _first_step),
@@ -339,11 +331,7 @@ EXERCISES = (
     ),
     Exercise(
         id="start/bug-hunt-state-bytes",
-        title="Bug hunt: a counter that counts too much",
         untouched="6d01d7d9",
-        minutes=8,
-        difficulty=2,
-        proves="you count memory by what is alive, not by a formula",
         reference=state_bytes,
         properties=(
             Property("after one step", _untied),

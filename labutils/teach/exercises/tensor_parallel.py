@@ -321,13 +321,9 @@ def _reference_split(x: Tensor, up: nn.Linear, down: nn.Linear, comm: world.Comm
 
 SPLIT = Exercise(
     id="tensor_parallel/feed-forward",
-    title="Split a feed-forward layer",
-    minutes=25,
-    difficulty=2,
-    proves="you cut two matrices so that they need one sum each way, forward and backward",
     reference=_reference_split,
     properties=(
-        Property("the output", functools.partial(_output, normed=False)),
+        Property("the output", _output, normed=False),
         Property("the gradient of the input", _input_gradient),
         Property("the gradients of the weights", _weight_gradients),
         Property("its share of the work", _split_work),
@@ -450,10 +446,6 @@ def _reference_loss(logits: Tensor, targets: Tensor, comm: world.Comm) -> Tensor
 
 LOSS = Exercise(
     id="tensor_parallel/cross-entropy",
-    title="A loss without the logits",
-    minutes=10,
-    difficulty=2,
-    proves="you compute loss and gradient from shares of the logits that nobody gathers",
     reference=_reference_loss,
     properties=(
         Property("the loss", _loss_value),
@@ -557,23 +549,15 @@ def _reference_tokens(
 
 HUNT = Exercise(
     id="tensor_parallel/bug-hunt",
-    title="Bug hunt: the layer whose outputs are right",
-    minutes=10,
-    difficulty=3,
-    proves="you know whose gradients are parts of a sum when ranks share out the tokens",
     reference=_reference_tokens,
     untouched="84c035ae",
     properties=(
-        Property("the output", functools.partial(_output, normed=True)),
+        Property("the output", _output, normed=True),
         Property("the gradients of the matrices", _matrices),
         Property(
-            "the gradients of the norm",
-            functools.partial(_held_alike, names=("norm.weight", "norm.bias"), why=_NORM),
+            "the gradients of the norm", _held_alike, names=("norm.weight", "norm.bias"), why=_NORM
         ),
-        Property(
-            "the gradient of the bias",
-            functools.partial(_held_alike, names=("down.bias",), why=_BIAS),
-        ),
+        Property("the gradient of the bias", _held_alike, names=("down.bias",), why=_BIAS),
         Property("bytes sent", _hunt_bytes),
     ),
     hints=(

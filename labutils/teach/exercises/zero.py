@@ -299,10 +299,6 @@ class _Reference:
 
 SHARD = Exercise(
     id="zero/optimizer",
-    title="Shard the optimizer",
-    minutes=20,
-    difficulty=2,
-    proves="you can divide an optimizer's memory by N without sending a byte more",
     reference=_Reference,
     properties=(
         Property("weights", _weights),
@@ -548,10 +544,6 @@ def _schedule_prefetch(attempt: Callable) -> str:
 
 SCHEDULE = Exercise(
     id="zero/schedule",
-    title="Gather, use, free",
-    minutes=15,
-    difficulty=2,
-    proves="you know when every unit of a fully sharded model is whole, and what that costs",
     reference=zero.unit_order,
     properties=(
         Property("everything is there when it is used", _schedule_legal),
@@ -769,11 +761,7 @@ class _HalfReference:
 
 HUNT = Exercise(
     id="zero/repair",
-    title="Bug hunt: the optimizer that passed its test",
     untouched="4b3b0de1",
-    minutes=15,
-    difficulty=3,
-    proves="you know what sharding does to clipping and to master weights",
     reference=_HalfReference,
     properties=(
         Property("one step, nothing clipped", _hunt_plain),

@@ -99,7 +99,7 @@ def points_of(path: pathlib.Path | None) -> dict[str, float]:
     Raises: ValueError where the table names what is no exercise, or points that are no number.
     """
     if path is None:
-        return {card.exercise: exercises.find(card.exercise).minutes for card in exercises.cards()}
+        return {card.exercise: card.minutes for card in exercises.cards()}
     with open(path, newline="", encoding="utf-8") as table:
         given = {row["exercise"]: float(row["points"]) for row in csv.DictReader(table)}
     for exercise, points in given.items():
@@ -113,10 +113,9 @@ def mark(
     submission: str, card: Card, most: float, outcome: Mapping | None, ended: str, partial: bool
 ) -> Mark:
     """The mark for what a judge sent, or for why it sent nothing."""
-    title = exercises.find(card.exercise).title
     if outcome is None:
         said = ended or "it ended before the check did"
-        return Mark(submission, card.lab, card.exercise, title, "stopped", 0, most, said)
+        return Mark(submission, card.lab, card.exercise, card.title, "stopped", 0, most, said)
     share = outcome["status"] == "solved"
     if partial and outcome["status"] == "not yet" and outcome["of"]:
         share = outcome["passed"] / outcome["of"]
@@ -124,7 +123,7 @@ def mark(
         submission,
         card.lab,
         card.exercise,
-        title,
+        card.title,
         outcome["status"],
         round(most * share, 2),
         most,
@@ -140,7 +139,7 @@ def earned(exercise: str, attempt: Any, most: float | None = None) -> float:
     """
     verdicts = check.check(exercise, attempt).verdicts
     share = sum(verdict.status == "passed" for verdict in verdicts) / max(len(verdicts), 1)
-    return round(share * (exercises.find(exercise).minutes if most is None else most), 2)
+    return round(share * (exercises.find(exercise).card.minutes if most is None else most), 2)
 
 
 def _outcome(sent: bytes, token: str) -> dict | None:
