@@ -266,6 +266,9 @@ def _places(width: int, bits: int, like: Tensor) -> Tensor:
 
 
 def _named(fmt: str | IntFormat | BlockFormat) -> Format:
+    if isinstance(fmt, BlockFormat) and fmt.scale not in (floats.E8M0, floats.E4M3):
+        kept = fmt.scale.name
+        raise ValueError(f"{fmt.name}: scales are kept in e8m0 or e4m3, not in {kept}: take one")
     if isinstance(fmt, IntFormat | BlockFormat):
         return fmt
     known: dict[str, Format] = {"mxfp4": floats.MXFP4, "nvfp4": floats.NVFP4, "nf4": "nf4"}

@@ -77,7 +77,7 @@ f"a token meets {met / 1e9:.1f} of {mixtral.num_params / 1e9:.1f} billion parame
 # %% [markdown]
 # ### Exercise 12.1 · Choose the experts (10 min, ●○○)
 #
-# `bias` is a number for each expert, added where experts are *chosen*, and nowhere else. You will need it for balance.
+# `bias` is a number for each expert, added to the *scores* where experts are chosen, and nowhere else. You will need it for balance.
 
 
 # %%
@@ -299,7 +299,7 @@ in_a_step = Ledger(line for line in dry.ledger if line.name != "broadcast")
 formulas.sent(full, masters, cluster, rank=43).diff(in_a_step)
 
 # %% [markdown]
-# Seven eighths of it are gradients: they are held in bf16, 14.5 GB, but summed in fp32 (lab 08). With 4,096 tokens per rank, averaging the experts costs five times as many bytes as their all-to-alls. (`dp_cp` and `pp_dp_cp` are products of axes, of which here only dp has more than one rank.)
+# Seven eighths of it are gradients: they are held in bf16, 14.5 GB, but summed in fp32 (lab 08). In a step of one micro-batch of 4,096 tokens per rank, averaging the experts costs five times as many bytes as their all-to-alls. (`dp_cp` and `pp_dp_cp` are products of axes, of which here only dp has more than one rank.)
 
 # %% [markdown]
 # ## What if all tokens want the same expert?
@@ -347,7 +347,7 @@ for words, how in {
     print(f"{words:27}", *(f"{times:.1f} " for times in means))
 
 # %% [markdown]
-# So the skew is not there at the start: training makes it, within four steps at this learning rate of 0.01, more slowly and less of it at a tenth of the rate, and hardly any where words are evenly frequent. After that it slowly falls. Here are the words of the last of 300 steps, with nothing for balance:
+# A router that has learned nothing already sends its busiest expert twice the mean, where chance would send 1.2 times: words repeat, and each goes the same way every time. Training lifts that to 3.5 within four steps at this learning rate of 0.01, more slowly and less at a tenth of the rate, and not at all where words are evenly frequent. After that it slowly falls. Here are the words of the last of 300 steps, with nothing for balance:
 
 # %%
 by_word = record["nothing"][0]["words"]
@@ -361,7 +361,7 @@ plots.visits([*by_word[:5], rare], names=names)
 # %% [markdown]
 # **A balance loss** is added to the loss, times α:
 #
-# $$ E\sum_e f_e\,P_e, \qquad f_e = \text{share of visits}, \quad P_e = \text{mean probability}. $$
+# $$ E\sum_e v_e\,P_e, \qquad v_e = \text{share of visits}, \quad P_e = \text{mean probability}. $$
 #
 # It is 1 where both are even, and E/k where all tokens want the same k experts and the router is certain of them. Counting has no gradient: it flows through P, and lowers the probability of the experts whose f is high.
 #
@@ -378,7 +378,7 @@ plots.curves(
     **{way: [run["busiest"] for run in record[way]] for way in ways},
     xlabel="training step",
     ylabel="visits of the busiest expert over the mean",
-    title="α = 0.1 and the bias balance every seed, α = 0.01 six of eight",
+    title="Below twice the mean: every seed with α = 0.1 or a bias, six of eight with 0.01",
 )
 
 # %%
@@ -528,7 +528,7 @@ for what, (seconds, nbytes) in steps.items():
 
 # %% [markdown]
 # All but the last row are of a forward pass. Backward, products take twice as long, attention's scores 2.5 times (lab 06), and as many rows travel. **With all of these changes a forward pass is at 0.61 : 1, and a whole step at 0.96 : 1**, if products in 8 bits reach the same share of their peak as those in bf16. (The fourth row is as near to 1 : 1, for fewer reasons: agreement makes the ratio plausible, and proves no single change.)
-# So an H100 loses half of the time on such a layer across nodes, unless something else is computed meanwhile. That is what DualPipe is for (lab 13b).
+# So an H100 with these links loses half of the time on such a layer across nodes, unless something else is computed meanwhile. That is what DualPipe is for (lab 13b).
 
 # %% [markdown]
 # The forward pass of the experts of one layer of Mixtral on eight H100s, one expert and 4,096 tokens each (attention is left out). "In halves" sends
@@ -708,7 +708,7 @@ hint("expert_parallel/bug-hunt", 1)
 # > - Choosing has no gradient. The router learns through weights, and from a balance loss through P.
 # > - Forward, experts compute as long as their rows travel one way if f = FLOP/s/(3·bw): 557 on an H100's NVLink, 5,010 between nodes. Over a step, and for all ways, it takes 4/3 of that.
 # >   <!-- claim: (lambda h: [round(h.rate() / (3 * link.bandwidth)) for link in (h.inside, h.network)])(config.Hardware.named("H100")) == [557, 5010] -->
-# > - A layer is as slow as its busiest rank: twice the visits on one rank, nearly twice the time; twice the visits on one expert of eight there, a tenth more.
+# > - A layer is as slow as its busiest rank: twice the visits on one rank, nearly twice the time; where a rank has eight experts and one of them gets twice the visits, a tenth more.
 #
 # Next: [lab 13a](13a_pipelines.ipynb) cuts the model between its layers.
 

@@ -179,6 +179,17 @@ def gradient_error(
     return errors
 
 
+def matrix_errors(model: GPT, scheme: Scheme, batch: Batch) -> dict[str, float]:
+    """How far the gradient of each matrix of the blocks is off, relative to its own length, in the
+    first backward pass; else as `gradient_error`."""
+    exact, twin = copy.deepcopy(model).double(), copy.deepcopy(model).double()
+    names = [name for name, p in exact.named_parameters() if "blocks" in name and p.dim() == 2]
+    right = matrix_gradients(exact, batch)
+    found = matrix_gradients(use_fp8(twin, scheme), batch)
+    errors = ((a - b).norm() / b.norm() for a, b in zip(found, right, strict=True))
+    return {name.removesuffix(".weight"): each.item() for name, each in zip(names, errors)}
+
+
 def block_error(model: GPT, fmt: BlockFormat, batch: Batch, **how: Any) -> float:
     """That of the first backward pass with operands in blocks; `how` is what `use_blocks` takes."""
     exact, twin = copy.deepcopy(model).double(), copy.deepcopy(model).double()
