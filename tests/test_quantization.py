@@ -255,6 +255,9 @@ def test_what_is_asked_of_the_formula_is_what_quantize_does():
     assert quantization.quantized_bytes((6, 64), own).diff(kept).unexplained == 0
     with pytest.raises(ValueError, match="affine=True and clip= are for integers"):
         quantization.quantized_bytes((6, 64), "nvfp4", affine=True)
+    wide = floats.BlockFormat("wide", floats.E2M1, 8, floats.FP16)  # its scales became e4m3's: zeros
+    with pytest.raises(ValueError, match="wide: scales are kept in e8m0 or e4m3, not in fp16"):
+        quantize(drawn(6, 64), wide)
 
 
 @pytest.mark.parametrize(("fmt", "grain"), KINDS, ids=str)

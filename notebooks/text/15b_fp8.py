@@ -3,7 +3,7 @@
 #
 # **The linear layers of a training step multiply numbers of 8 bits. What goes wrong, what prevents it, and which bytes does it save?**
 #
-# *85 min, and 35 further · before this: labs 01, 02 and 03 · needs a laptop, no GPU and no network*
+# *90 min, and 35 further · before this: labs 01, 02 and 03 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals

@@ -187,7 +187,7 @@ def matrix_errors(model: GPT, scheme: Scheme, batch: Batch) -> dict[str, float]:
     right = matrix_gradients(exact, batch)
     found = matrix_gradients(use_fp8(twin, scheme), batch)
     errors = ((a - b).norm() / b.norm() for a, b in zip(found, right, strict=True))
-    return {name.removesuffix(".weight"): each.item() for name, each in zip(names, errors)}
+    return {name.removesuffix(".weight"): each.item() for name, each in zip(names, errors, strict=True)}
 
 
 def block_error(model: GPT, fmt: BlockFormat, batch: Batch, **how: Any) -> float:
