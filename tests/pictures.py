@@ -118,7 +118,7 @@ PLANS = [
 MARKS = {
     plan.name: (run.peak, run.cost)
     for plan in PLANS
-    for run in [checkpointing.simulate(plan, CHAIN)]
+    for run in [plan.on(CHAIN)]
 }
 TIMELINES = {plan.name: plan.timeline for plan in PLANS}
 LOADS = Ledger([Line("Q", 3_000_000, component="load"), Line("O", 1_000_000, component="store")])

@@ -99,7 +99,7 @@ def test_what_an_object_holds_is_no_link():
 
 def test_types_are_short_and_name_their_module():
     written = api.signature(api.public("checkpointing")["run"])
-    assert written.startswith("(chain: Sequence[Module], plan: checkpointing.Plan, x: ")
+    assert written.startswith("(chain: Sequence[Module], plan: checkpointing.Reversal, x: ")
     assert api.signature(api.public("zero")["Optimizer"]).count(" = AdamW, *, level: int") == 1
     for module in api.MODULES:
         for value in api.public(module).values():

@@ -229,12 +229,11 @@ def test_what_a_docstring_leaves_out_is_seen():
 # Public names that stand in several modules. One question, asked of a formula, of a dry run, of a run:
 # `measure.history` finds what `memory.history` predicts.
 ONE_QUESTION = {"activations", "history", "model_states", "peak", "sent"}
-# One deed, done to what the topic has: a schedule, or a plan of recomputing, is carried out, and put
-# in time before; a loss is taken of logits that are whole, split, or of few bits, by torch's name.
-ONE_DEED = {"cross_entropy", "run", "simulate"}
-# The same word for what its topic calls so: a plan of recomputing and one of a whole training; what
-# a formula says of memory and what a learner does.
-ITS_TOPICS_WORD = {"Plan", "predict"}
+# One deed, done to what the topic has: a schedule, or a plan of recomputing, is carried out; a loss
+# is taken of logits that are whole, split, or of few bits, by torch's name.
+ONE_DEED = {"cross_entropy", "run"}
+# The same word for what its topic calls so: what a formula says of memory and what a learner does.
+ITS_TOPICS_WORD = {"predict"}
 
 
 def homes_of_names():

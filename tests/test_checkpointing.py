@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from labutils import checkpointing, measure
-from labutils.checkpointing import Costs, Plan, Stage, Step, checkpoint
+from labutils.checkpointing import Costs, Reversal, Stage, Step, checkpoint
 from labutils.checkpointing import plans as planning
 from labutils.config import ModelConfig
 from labutils.model import GPT
@@ -312,14 +312,14 @@ def evaluations(plan):
 def test_chen_segments(
     n, k, evals, stored
 ):  # CK-01, CK-02: 1604.06174, algorithm 1; `stored` leaves x0 out, eq. (1) has it in
-    run = checkpointing.simulate(checkpointing.segments(n, k), Costs.uniform(n))
+    run = checkpointing.segments(n, k).on(Costs.uniform(n))
     assert sum(run.evaluations) == evals
     assert run.peak == stored + 1 == n // k + k == 2 * math.isqrt(n)
 
 
 def test_sqrt_is_the_best_number_of_segments():
     peaks = {
-        k: checkpointing.simulate(checkpointing.segments(144, k), Costs.uniform(144)).peak
+        k: checkpointing.segments(144, k).on(Costs.uniform(144)).peak
         for k in range(1, 145)
         if 144 % k == 0
     }
@@ -331,7 +331,7 @@ def test_keeping_nothing_takes_n_squared(n):  # CK-05
     plan = checkpointing.keep_nothing(n)
     assert evaluations(plan) == n * (n + 1) // 2
     assert plan.evaluations == tuple(range(n, 0, -1))
-    assert checkpointing.simulate(plan, Costs.uniform(n)).peak <= 3
+    assert plan.on(Costs.uniform(n)).peak <= 3
 
 
 @pytest.mark.parametrize("n, snapshots, evals", [(10, 3, 25), (100, 10, 322), (1000, 10, 4636)])
@@ -403,9 +403,9 @@ def test_a_plan_keeps_its_promise(stages, given_bytes, input_gradient):
     )
     for room, cost in trades:
         for budget in (room, room + 1):
-            run = checkpointing.simulate(checkpointing.plan(chain, budget), chain)
+            run = checkpointing.plan(chain, budget).on(chain)
             assert run.peak <= budget and run.cost <= cost
-        assert checkpointing.simulate(checkpointing.plan(chain, room), chain).cost == cost
+        assert checkpointing.plan(chain, room).on(chain).cost == cost
 
 
 def cheapest_of_all(chain, budget):
@@ -451,7 +451,7 @@ def test_a_plan_that_drops_a_value_early_can_beat_ours_where_stages_differ():
     """What the invariant of `plan` leaves open, and Beaumont et al. prove to be rare."""
     stages = [Stage(6, 1, 7, 0), Stage(1, 4, 2, 4), Stage(1, 3, 5, 3), Stage(4, 3, 6, 0)]
     chain = Costs(stages, input=4, input_gradient=3)
-    assert checkpointing.simulate(checkpointing.plan(chain, 19), chain).cost == 33
+    assert checkpointing.plan(chain, 19).on(chain).cost == 33
     assert cheapest_of_all(chain, 19) == 27
 
 
@@ -469,7 +469,7 @@ def test_a_budget_that_is_too_small_is_told_the_smallest():
         ValueError, match=rf"budget of {least - 1} bytes .* smallest possible one is {least:,}"
     ):
         checkpointing.plan(chain, least - 1)
-    assert checkpointing.simulate(checkpointing.plan(chain, least), chain).peak == least
+    assert checkpointing.plan(chain, least).on(chain).peak == least
 
 
 @pytest.mark.parametrize(
@@ -499,7 +499,7 @@ def test_an_illegal_plan_says_which_step_and_why(steps, why):
         Step(op, int(at)) for op, at in (step.split() for step in steps.split(", ") if step)
     )
     with pytest.raises(ValueError, match=why):
-        Plan(2, moves)
+        Reversal(2, moves)
 
 
 def test_a_value_left_over_is_not_a_finished_plan():
@@ -513,7 +513,7 @@ def test_a_value_left_over_is_not_a_finished_plan():
         ("backward", 0),
     ]
     with pytest.raises(ValueError, match=r"the gradient of x0 and values \[0, 2\]"):
-        Plan(2, tuple(Step(*move) for move in moves))
+        Reversal(2, tuple(Step(*move) for move in moves))
 
 
 @pytest.mark.parametrize(
@@ -531,7 +531,7 @@ def test_a_value_left_over_is_not_a_finished_plan():
         (lambda: Step("undo", 1), ValueError, "forward, record, backward, drop"),
         (lambda: checkpointing.plan(Costs.uniform(3), -1), ValueError, "budget must be at least 0"),
         (
-            lambda: checkpointing.simulate(checkpointing.segments(3, 1), Costs.uniform(4)),
+            lambda: checkpointing.segments(3, 1).on(Costs.uniform(4)),
             ValueError,
             "for 3 stages, the chain has 4",
         ),
@@ -607,7 +607,7 @@ def test_predicted_is_executed_at_every_step_to_the_byte(name, attention):
             return runs[0].output
 
         assert same(plain, trained(model, execute)), plan.name
-        predicted, (executed,) = checkpointing.simulate(plan, costs), runs
+        predicted, (executed,) = plan.on(costs), runs
         assert (predicted.evaluations, predicted.cost, predicted.peak) == (
             executed.evaluations,
             executed.cost,

@@ -3,7 +3,7 @@
 from labutils.checkpointing.execute import POLICIES, apply, costs, overhead, run, stages
 from labutils.checkpointing.plans import (
     Costs,
-    Plan,
+    Reversal,
     Run,
     Stage,
     Step,
@@ -13,7 +13,6 @@ from labutils.checkpointing.plans import (
     keep_nothing,
     plan,
     segments,
-    simulate,
     smallest_budget,
 )
 from labutils.checkpointing.recompute import checkpoint

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from labutils import anatomy, units
-from labutils.checkpointing.plans import Costs, Plan, Run, Stage, Step, history, require_length
+from labutils.checkpointing.plans import Costs, Reversal, Run, Stage, Step, history, require_length
 from labutils.checkpointing.recompute import Ambient, checkpoint
 from labutils.config import ModelConfig
 from labutils.model import GPT, Block, cross_entropy
@@ -21,7 +21,9 @@ Of = TypeVar("Of", bound=nn.Module)
 POLICIES = ("none", "selective", "full")  # what of a layer is computed again
 
 
-def run(chain: Sequence[nn.Module], plan: Plan, x: Tensor, gradient: Tensor | None = None) -> Run:
+def run(
+    chain: Sequence[nn.Module], plan: Reversal, x: Tensor, gradient: Tensor | None = None
+) -> Run:
     """The run of `plan` on the modules of `chain`; bytes are counted alive after every step.
 
     Parameters get their gradients. Every evaluation of a stage sees the same random state, so
@@ -31,7 +33,7 @@ def run(chain: Sequence[nn.Module], plan: Plan, x: Tensor, gradient: Tensor | No
     gradient: that of the output; left out where the output is a single number, such as a loss
 
     Invariant: gradients are equal to the bit to those of running the modules one after the other;
-    evaluations, FLOPs and bytes held are those that `simulate(plan, costs(chain, x))` predicts.
+    evaluations, FLOPs and bytes held are those that `plan.on(costs(chain, x))` predicts.
     """
     require_length(plan, len(chain))
     now = _Execution(chain, x, gradient)

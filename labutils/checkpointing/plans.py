@@ -120,8 +120,8 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A legal list of steps that takes a chain of `n` stages forward and all the way back.
+class Reversal:
+    """A plan: a legal list of steps that takes a chain of `n` stages forward and all the way back.
 
     >>> print(keep_nothing(2))
     forward 0 · record 1 · backward 1 · drop 1 · record 0 · backward 0
@@ -176,6 +176,24 @@ class Plan:
                 spans.append(Span(i, kind, "", since.pop((kind, i)), clock))
             since |= dict.fromkeys(sorted(held - since.keys()), clock)
         return Timeline((*spans, Span(0, "value", "", since["value", 0], clock)))
+
+    def on(self, costs: Costs) -> "Run":
+        """The run that this plan would be on a chain of those costs.
+
+        >>> sweep = segments(16, 4).on(Costs.uniform(16))
+        >>> sum(sweep.evaluations), sweep.peak
+        (28, 8)
+        """
+        require_length(self, len(costs))
+        sizes = [costs.input, *(stage.output for stage in costs.stages)]
+        amounts = []
+        for held in self.states:
+            values = sum(sizes[i] for i in held.values)
+            interiors = sum(costs.stages[i].interior for i in held.recorded)
+            amounts.append((values, interiors, costs.gradients[held.gradient]))
+        evaluated = zip(costs.stages, self.evaluations, strict=True)
+        cost = sum(stage.forward * times for stage, times in evaluated)
+        return Run(self.evaluations, cost, history(self, amounts))
 
     def __str__(self) -> str:
         return " · ".join(map(str, self.steps))
@@ -240,26 +258,7 @@ class Run:
         return self.history.peak.ledger.total
 
 
-def simulate(plan: Plan, costs: Costs) -> Run:
-    """The run that `plan` would be on a chain of those costs.
-
-    >>> sweep = simulate(segments(16, 4), Costs.uniform(16))
-    >>> sum(sweep.evaluations), sweep.peak
-    (28, 8)
-    """
-    require_length(plan, len(costs))
-    sizes = [costs.input, *(stage.output for stage in costs.stages)]
-    amounts = []
-    for held in plan.states:
-        values = sum(sizes[i] for i in held.values)
-        interiors = sum(costs.stages[i].interior for i in held.recorded)
-        amounts.append((values, interiors, costs.gradients[held.gradient]))
-    evaluated = zip(costs.stages, plan.evaluations, strict=True)
-    cost = sum(stage.forward * times for stage, times in evaluated)
-    return Run(plan.evaluations, cost, history(plan, amounts))
-
-
-def history(plan: Plan, amounts: Iterable[tuple[int, int, int]]) -> History:
+def history(plan: Reversal, amounts: Iterable[tuple[int, int, int]]) -> History:
     """The history of a plan, from the bytes of values, interiors and gradient at its start and
     after every step; from the first backward step on it is the backward pass."""
     moments = []
@@ -276,9 +275,9 @@ def history(plan: Plan, amounts: Iterable[tuple[int, int, int]]) -> History:
     return History(moments)
 
 
-def require_length(plan: Plan, n: int) -> None:
+def require_length(plan: Reversal, n: int) -> None:
     """Nothing, or an error where a chain of n stages is not the plan's."""
-    units.instance(plan, Plan, "a chain")
+    units.instance(plan, Reversal, "a chain")
     if plan.n != n:
         raise ValueError(f"the plan is for {plan.n} stages, the chain has {n}")
 
@@ -289,7 +288,7 @@ def require_length(plan: Plan, n: int) -> None:
 Rule = Callable[[int, int, Any], tuple[int | None, Any, Any]]
 
 
-def _unroll(n: int, rule: Rule, state: Any = None, name: str = "") -> Plan:
+def _unroll(n: int, rule: Rule, state: Any = None, name: str = "") -> Reversal:
     """The plan that a rule makes for n stages.
 
     Asked about stages s … t, the rule returns (split or None, state for the right part, state for
@@ -312,10 +311,10 @@ def _unroll(n: int, rule: Rule, state: Any = None, name: str = "") -> Plan:
             for i in range(s, split):
                 steps += [Step("forward", i), *([Step("drop", i)] if i > s else [])]
             todo += [(s, split - 1, left), Step("drop", split), (split, t, right)]
-    return Plan(n, tuple(steps), name)
+    return Reversal(n, tuple(steps), name)
 
 
-def segments(n: int, k: int) -> Plan:
+def segments(n: int, k: int) -> Reversal:
     """The plan that keeps the inputs of `k` segments of n stages, and records one at a time.
 
     k = 1 keeps everything, k = n keeps every stage's input, k = √n the fewest values. The last
@@ -325,7 +324,7 @@ def segments(n: int, k: int) -> Plan:
     >>> [sum(segments(n, k).evaluations) for n, k in [(16, 1), (16, 4), (16, 16)]]
     [16, 28, 31]
     >>> layers, pieces = 16, 4
-    >>> held = simulate(segments(layers, pieces), Costs.uniform(layers)).peak
+    >>> held = segments(layers, pieces).on(Costs.uniform(layers)).peak
     >>> held == pieces + layers / pieces  # inputs and outputs held, least for √layers pieces
     True
 
@@ -345,7 +344,7 @@ def segments(n: int, k: int) -> Plan:
     return _unroll(n, rule, starts, name)
 
 
-def keep_nothing(n: int) -> Plan:
+def keep_nothing(n: int) -> Reversal:
     """The plan that starts from x₀ again for every single stage.
 
     Cost: n(n + 1)/2 forward evaluations, beside x₀ no more than one value and one recorded stage.
@@ -373,7 +372,7 @@ def binomial_evaluations(n: int, snapshots: int) -> int:
     return n + r * n - math.comb(snapshots + r, snapshots + 1)
 
 
-def binomial(n: int, snapshots: int) -> Plan:
+def binomial(n: int, snapshots: int) -> Reversal:
     """The plan that reaches `binomial_evaluations`: the optimum for equal stages."""
     fewest = functools.cache(binomial_evaluations)
     fewest(n, snapshots)
@@ -516,12 +515,12 @@ def smallest_budget(costs: Costs) -> int:
     return frontier(costs)[0][0]
 
 
-def plan(costs: Costs, budget: int) -> Plan:
+def plan(costs: Costs, budget: int) -> Reversal:
     """The cheapest plan whose peak is at most `budget` bytes, x₀ included, and of these the lowest.
 
     >>> chain = Costs([Stage(5, 10, 60), Stage(1, 40, 5), Stage(5, 10, 60)], input=10)
     >>> cheapest = plan(chain, 160)
-    >>> simulate(cheapest, chain).peak, cheapest.evaluations
+    >>> cheapest.on(chain).peak, cheapest.evaluations
     (135, (2, 1, 1))
 
     Cost: O(n³) merges of trade-off curves for n stages that all differ (n = 40: a third of a

@@ -98,12 +98,12 @@ print("as the plan says:", plan.evaluations == executed.evaluations)
 
 # %% [markdown]
 # The first layer is computed ten times, the last one once: $(n+1)/2$ times on average. How much was held? `costs` measures each layer once (FLOPs,
-# bytes of its output and of its interior), `simulate` follows the plan on paper, and `run` counted the
+# bytes of its output and of its interior), `plan.on(costs)` follows the plan on paper, and `run` counted the
 # storages that were really alive after every step. Compare all 110 steps:
 
 # %%
 costs = checkpointing.costs(layers, x)
-predicted = checkpointing.simulate(plan, costs)
+predicted = plan.on(costs)
 pairs = zip(predicted.history.moments, executed.history.moments, strict=True)
 unexplained = sum(a.ledger.diff(b.ledger).unexplained for a, b in pairs)
 f"{unexplained} bytes unexplained in {len(plan.steps)} steps"
@@ -132,7 +132,7 @@ predict("checkpointing/segments", values=72)
 
 # %%
 def held(n, k):
-    return checkpointing.simulate(checkpointing.segments(n, k), Costs.uniform(n)).peak
+    return checkpointing.segments(n, k).on(Costs.uniform(n)).peak
 
 
 {k: held(144, k) for k in (2, 4, 6, 9, 12, 16, 24, 36, 72)}
@@ -155,7 +155,7 @@ s, h, L = ModelConfig.named("gpt2-xl").letters("s h L")
 output = 2 * 32 * s * h
 gpt2 = Costs.uniform(L, output=output, interior=11 * output)
 plans = {k: checkpointing.segments(L, k) for k in (1, 4, 6, 8, 12, 16, 24, 48)}
-{k: units.text(checkpointing.simulate(plan, gpt2).peak) for k, plan in plans.items()}
+{k: units.text(plan.on(gpt2).peak) for k, plan in plans.items()}
 
 # %% [markdown]
 # The paper says "about 8 GB" (ZeRO, section 3.2), and not with which plan: 8 segments come near it. An open layer costs 12 units and a kept input 1, so $k + 12\,n/k$ is to be minimized: $k = \sqrt{12 \cdot 48} = 24$, a segment of every *second* layer.
@@ -287,7 +287,7 @@ once = sum(stage.forward for stage in costs.stages)
 n = len(chain)
 marks = {}
 for name, k in {"everything": 1, "3 segments": 3, "every stage": n}.items():
-    fixed = checkpointing.simulate(checkpointing.segments(n, k), costs)
+    fixed = checkpointing.segments(n, k).on(costs)
     marks[name] = fixed.peak, fixed.cost
 
 most = trades[-1][0]  # bytes of the full step
@@ -296,7 +296,7 @@ plots.trade_off(trades, once=once, marks=marks, guess=guess)
 
 # %%
 half = checkpointing.plan(costs, most // 2)
-extra = checkpointing.simulate(half, costs).cost / once - 1
+extra = half.on(costs).cost / once - 1
 reveal("checkpointing/half-the-memory", percent=round(100 * extra))
 
 # %% [markdown]
@@ -312,7 +312,7 @@ model.zero_grad()
 # %%
 torch.manual_seed(2)
 executed = checkpointing.run(chain, half, tokens)
-predicted = checkpointing.simulate(half, costs)
+predicted = half.on(costs)
 gradients = [parameter.grad for parameter in model.parameters()]
 equal = all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))
 same = executed.cost == predicted.cost, executed.peak == predicted.peak
@@ -337,7 +337,7 @@ least = checkpointing.smallest_budget(costs)
 def plan_for(percent=50):
     budget = max(least, most * percent // 100)
     found = checkpointing.plan(costs, budget)
-    extra = checkpointing.simulate(found, costs).cost / once - 1
+    extra = found.on(costs).cost / once - 1
     share = f"{units.text(budget)} of {units.text(most)}"
     title = f"{share}: {extra:.2f} extra forward passes"
     return plots.plan_maps({found.name: found.timeline}, until=60, title=title)
@@ -674,7 +674,7 @@ units.text(2 * 32 * 1024 * 8192 * 125)
 # > - With nothing kept, n layers take $n(n+1)/2$ evaluations: 55 for 10, 5050 for 100.
 # >   <!-- claim: [sum(checkpointing.keep_nothing(n).evaluations) for n in (4, 10, 100)] == [10, 55, 5050] -->
 # > - $\sqrt n$ segments hold $2\sqrt n$ values for less than one extra forward pass: 24 instead of 145 for 144 layers.
-# >   <!-- claim: checkpointing.simulate(checkpointing.segments(144, 12), checkpointing.Costs.uniform(144)).peak == 24 -->
+# >   <!-- claim: checkpointing.segments(144, 12).on(checkpointing.Costs.uniform(144)).peak == 24 -->
 # > - The best plan for equal layers is binomial: 25 evaluations for 10 layers with 3 snapshots, 322 for 100 with 10, 4636 for 1000 with 10.
 # >   <!-- claim: [checkpointing.binomial_evaluations(*case) for case in ((10, 3), (100, 10), (1000, 10))] == [25, 322, 4636] -->
 # > - For unequal layers and a budget in bytes, dynamic programming finds the plan. With half of the activations our GPT computes 0.58 of a forward pass more, and 20 equal layers with an interior of 30 outputs 0.55.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from labutils import checkpointing, measure, units
-from labutils.checkpointing import Plan, Step
+from labutils.checkpointing import Reversal, Step
 from labutils.teach.exercises import Exercise, Failed, Property
 
 # ── a plan of k segments ─────────────────────────────────────────────────────────────────────────
@@ -53,9 +53,9 @@ _ILLEGAL = {  # by the reason's name, what it usually means
 }
 
 
-def _plan(attempt: Callable, n: int, k: int) -> Plan:
+def _plan(attempt: Callable, n: int, k: int) -> Reversal:
     made = attempt(n, k)
-    if isinstance(made, Plan):
+    if isinstance(made, Reversal):
         return made
     steps = list(made) if isinstance(made, Iterable) else [made]
     steps = [(step.op, step.at) if isinstance(step, Step) else step for step in steps]
@@ -65,7 +65,7 @@ def _plan(attempt: Callable, n: int, k: int) -> Plan:
             "Return a list of pairs, such as [('record', 0), ('backward', 0)].",
         )
     try:
-        return Plan(n, tuple(Step(*step) for step in steps))
+        return Reversal(n, tuple(Step(*step) for step in steps))
     except (TypeError, ValueError) as error:
         why = _ILLEGAL.get(getattr(error.args[0], "name", ""), _ON_PAPER)
         raise Failed(f"n = {n}, k = {k}: {error}", why) from None
