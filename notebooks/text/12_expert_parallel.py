@@ -378,7 +378,7 @@ plots.curves(
     **{way: [run["busiest"] for run in record[way]] for way in ways},
     xlabel="training step",
     ylabel="visits of the busiest expert over the mean",
-    title="Below twice the mean: every seed with α = 0.1 or a bias, six of eight with 0.01",
+    title="Below twice the mean: all seeds with α = 0.1 or a bias, six with 0.01",
 )
 
 # %%

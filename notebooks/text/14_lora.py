@@ -3,7 +3,7 @@
 #
 # **A model of 6.7 billion weights takes 108 GB to fine-tune, 16 bytes for each. What do you save, and what do you lose, if you freeze them all and train two thin matrices beside each?**
 #
-# *95 min, and 20 further · before this: labs 03, 04 and 08 · needs a laptop, no GPU and no network*
+# *90 min, and 20 further · before this: labs 03, 04 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -51,13 +51,13 @@ from labutils.world import World
 #
 # $$ y \;=\; W x \;+\; \frac{\alpha}{r}\,B A\,x, \qquad W[d, k],\quad B[d, r],\quad A[r, k]. $$
 #
-# Here r is the *LoRA rank*, a small number, and α a constant that you choose; what both do to the learning rate is measured below. A query matrix of a 7B model and its adapter, drawn to scale:
+# Here r, the *LoRA rank*, is a small number, and α a constant that you choose. A query matrix of a 7B model and its adapter, drawn to scale:
 
 # %%
 plots.low_rank(4096, 4096, 16)
 
 # %% [markdown]
-# A and B together are an **adapter**. LoRA is **W as it was, an update of rank r beside it, and only the update is trained.** W itself is not approximated by anything: it stays whole.
+# A and B together are an **adapter**. LoRA is **W as it was, an update of rank r beside it, and only the update is trained.**
 
 # %% [markdown]
 # ## What does the first step change?
@@ -157,8 +157,8 @@ def fine_tuned(linears: list, rank: int, itemsize: int) -> tuple[int, int]:
     """How many numbers LoRA trains beside these `nn.Linear` layers, and how many
     bytes weights, gradients and optimizer state take together.
 
-    Some have a bias, which is frozen, too. Frozen numbers take `itemsize` bytes; adapters, their gradients and two moments
-    are fp32. AdamW's counters of steps are left out.
+    Frozen numbers, biases too, take `itemsize` bytes; adapters, gradients, moments
+    are fp32. AdamW's counters of steps do not count.
     """
     raise NotImplementedError
 
@@ -232,7 +232,7 @@ print(f"trained: {lora.trainable(llama, rank=16) / llama.num_params:.2%}")
 reveal("7b/lora", GB=round(states.total / 1e9, 1))
 
 # %% [markdown]
-# What is left is nearly all frozen weights. Gradients and optimizer state belong to what is trained.
+# What is left is frozen weights.
 #
 # **QLoRA** makes the frozen weights small too. *NF4*, 4-bit NormalFloat, has sixteen values, quantiles of a normal distribution; each block of 64 weights has a scale, and scales are quantized once more in blocks of 256 (*double quantization*): 4 + 8/64 + 32/(64·256) = 4.127 bits per weight. Embedding and head stay in bf16. For each product a layer makes its weight whole again, and forgets it (lab 15 builds it). The small GPT over NF4, formula and program, and then Llama-2-7B by the formula:
 
@@ -304,7 +304,7 @@ plots.memory_timeline(over(None, r=0))
 plots.memory_timeline(over(None))
 
 # %% [markdown]
-# With a vocabulary of 12 the step is fullest in the midst of the backward pass. With a vocabulary of 32,000 it is fullest where that pass begins: all activations are there, and beside the logits, b·s·v, lie their gradient and one more temporary of that size. They count as *buffers* (*gradients* are those of parameters). Two layers of Llama-2-7B:
+# With a vocabulary of 12 the step is fullest in the midst of the backward pass. With a vocabulary of 32,000 it is fullest where that pass begins: all activations are there, and beside the logits, b·s·v, two temporaries of their size, which count as *buffers*. Two layers of Llama-2-7B:
 
 # %%
 two = replace(llama, num_layers=2)
@@ -328,7 +328,7 @@ whole = {
 reveal("7b/step", GB=round(whole["LoRA over nf4"].total / 1e9, 1))
 
 # %% [markdown]
-# Against activations you still need checkpointing (lab 04): `checkpointing.apply(model, "full")`, before or after `adapt`, changes no bit of loss or gradient (tested). Each layer adds the same bytes, so dry runs of two layers and of three give those of all 32:
+# Against activations you still need checkpointing (lab 04): `checkpointing.apply(model, "full")`, before or after `adapt`, changes no bit of loss or gradient (tested). Each layer adds the same bytes: dry runs of two and of three give those of all 32.
 
 # %%
 for name in ("bf16", "nf4"):
@@ -585,7 +585,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# With 128 times the α the best rate falls sixteenfold, from 16 times that of full fine-tuning to no more than that: a fourfold α about halves it. The best losses lie between 0.10 and 0.13. So "LoRA wants ten times the rate" (*LoRA without regret* finds about ten, and more for short runs) is a sentence about its α, too. Set α once, such as 32, and sweep the rate: the paper says as much (section 4.1, with Adam).
+# With 128 times the α the best rate falls sixteenfold, from 16 times that of full fine-tuning to no more than that: a fourfold α about halves it. So "LoRA wants ten times the rate" is a sentence about its α, too. So set α once, such as 32, and sweep the rate (section 4.1).
 #
 # ### Further: which layers, and why is α divided by r?
 #
@@ -676,7 +676,7 @@ for row in rigs.lora.sweep("merged").rows:
 #
 # ### Exercise 14.3 · Bug hunt: the layer that merges (12 min, ●●●)
 #
-# Its test passes. It should merge once at the most, come out again to the bit, and cost one product while merged. None of the three holds. Repair it.
+# Its test passes. It should merge once at the most, come out again to the bit, and cost one product while merged. None of the three holds.
 
 
 # %%
@@ -757,7 +757,7 @@ explore(knobs, states=27, model=models, r=[1, 16, 256], tokens=[512, 2048, 4096]
 # | merging | `merge_adapter()`, `unmerge_adapter()`, `merge_and_unload()` | `get_merged_lora_ckpt` | `examples/peft/merge_lora.py` |
 # | QLoRA | `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)` | `quantize_base=True` | – |
 #
-# Outputs, gradients and twenty steps here are PEFT's to the bit where α/r is a power of two (`tests/against_torch/test_peft.py`). In what order? Tensor parallelism first, as an adapter is cut like the layer that it finds; then `adapt`; then replicas or shards, which take what is trained.
+# Outputs, gradients and twenty steps here are PEFT's to the bit where α/r is a power of two (`tests/against_torch/test_peft.py`). Tensor parallelism comes first, as an adapter is cut like its layer; then `adapt`; then replicas or shards.
 
 # %% [markdown]
 # ## Errata
@@ -783,11 +783,11 @@ explore(knobs, states=27, model=models, r=[1, 16, 256], tokens=[512, 2048, 4096]
 # >   <!-- claim: (lambda m: round(100 * lora.trainable(m, rank=16) / m.num_params, 2))(config.ModelConfig.named("llama-2-7b")) == 0.59 -->
 # > - It saves gradients and optimizer state: of 107.8 GB of states 14.1 are left, of which 13.5 are the frozen weights. In NF4 with double quantization it is 4.5.
 # >   <!-- claim: (lambda m: [round(x / 1e9, 1) for x in (16 * m.num_params, predict.states(m, rigs.lora.fine_tuning(16)).total, 2 * m.num_params, predict.states(m, rigs.lora.fine_tuning(16, "nf4")).total)])(config.ModelConfig.named("llama-2-7b")) == [107.8, 14.1, 13.5, 4.5] -->
-# > - With adapters on all layers it saves few activations: a step of Llama-2-7B with 4,096 tokens takes 28.6 GB over NF4, unless it recomputes. And it saves 28 % of the FLOPs on Llama-2-7B with 4,096 tokens in a row: gradients still flow to the first adapter. Data parallelism reduces the gradients of adapters alone.
+# > - With adapters on all layers it saves few activations: a step of Llama-2-7B with 4,096 tokens takes 28.6 GB over NF4, unless it recomputes. And it saves 28 % of the FLOPs on Llama-2-7B with 4,096 tokens in a row: gradients still flow to the first adapter.
 # >   <!-- claim: round(rigs.lora.at_the_loss(config.ModelConfig.named("llama-2-7b"), rank=16, batch=1, frozen="nf4").total / 1e9, 1) == 28.6 -->
 # >   <!-- claim: (lambda m: round(100 - 100 * sum(lora.training_flops(m, rank=16).values()) / m.flops_per_token()))(config.ModelConfig.named("llama-2-7b")) == 28 -->
 # > - Merged it costs nothing. To take it out again to the bit, keep W: (W + Δ) − Δ is rounded twice.
-# > - Full fine-tuning's own update of the layers' matrices is of low rank here: of 64 singular values four are enough, beside the embeddings, norms and head that were trained with them. With those as they were, all 64 get two thirds of the sums right.
+# > - Full fine-tuning's own update of the layers' matrices is of low rank here: of 64 singular values four are enough, beside the embeddings, norms and head that were trained with them.
 # > - Its best learning rate here is two to eight times that of full fine-tuning at α = 32, and falls as α grows. On this text it learns less, and less for what it forgets. Removed, the adapter leaves the model as it was.
 # >   <!-- claim: claims.lora_learns() == ([2, 8], True) -->
 #

@@ -431,8 +431,9 @@ table = {
     for name, row in outlier.items()
 }
 rigs.fp8.print_errors(table)
-print(f"e4m3: all digits over a factor of {floats.E4M3.max / floats.E4M3.min_normal:,.0f},")
-print(f"something over one of {floats.E4M3.max / floats.E4M3.min_subnormal:,.0f}")
+kept = [floats.E4M3.min_normal, floats.E4M3.min_subnormal]
+whole, span = (floats.E4M3.max / least for least in kept)
+print(f"e4m3: all digits over a factor of {whole:,.0f}, something over {span:,.0f}")
 
 # %% [markdown]
 # int8's steps are all as large as the outlier asks. e4m3 gives each number an exponent of its own: all keep their digits while the largest of the tensor is at most 28,672 times as large. What is smaller loses digit after digit, and is zero beyond the span. (The largest number of the outlier's channel is some four times its typical one: here the loss begins near 7,000.) So the floats' problem is precision, and the integers' is range.

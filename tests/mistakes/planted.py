@@ -1071,7 +1071,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("if found > best(*numbers):", "if found > 2 * best(*numbers):"),
         ("if peak > most:", "if peak > most + 1:"),
         ("bound=lambda p, m, rank: p,", "bound=lambda p, m, rank: 2 * p,"),
-        ('Property("fewer micro-batches than ranks", functools.partial(_legal, cases=_SHORT))', 'Property("fewer micro-batches than ranks", functools.partial(_legal, cases=_LINES))'),
+        ('Property("fewer micro-batches than ranks", _legal, cases=_SHORT)', 'Property("fewer micro-batches than ranks", _legal, cases=_LINES)'),
         ("_CHUNKS = ((2, 4, 1), (3, 6, 3), (4, 8, 3), (2, 4, 4))", "_CHUNKS = ((2, 4, 2),)"),
     ],
     ("teach/plots/bars", "test_plots_bars test_survivors"): [

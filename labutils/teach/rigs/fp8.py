@@ -185,9 +185,9 @@ def matrix_errors(model: GPT, scheme: Scheme, batch: Batch) -> dict[str, float]:
     exact, twin = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     names = [name for name, p in exact.named_parameters() if "blocks" in name and p.dim() == 2]
     right = matrix_gradients(exact, batch)
-    found = matrix_gradients(use_fp8(twin, scheme), batch)
-    errors = ((a - b).norm() / b.norm() for a, b in zip(found, right, strict=True))
-    return {name.removesuffix(".weight"): each.item() for name, each in zip(names, errors, strict=True)}
+    use_fp8(twin, scheme)
+    each = zip(names, matrix_gradients(twin, batch), right, strict=True)
+    return {name.removesuffix(".weight"): ((a - b).norm() / b.norm()).item() for name, a, b in each}
 
 
 def block_error(model: GPT, fmt: BlockFormat, batch: Batch, **how: Any) -> float:
