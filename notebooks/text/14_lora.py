@@ -286,7 +286,8 @@ formula.diff(kept["LoRA"]).unexplained
 model = GPT(rigs.lora.ADDER, attention="sdpa")
 lora.adapt(model, rank=4, alpha=32, pattern=("query", "value"))
 few = measure.saved_activations(lambda: model.loss(tokens, targets), model).total
-print(f"{units.text(few)}, {1 - few / kept['full'].total:.0%} less than full fine-tuning")
+less = 1 - few / kept["full"].total
+print(f"{units.text(few)}, {less:.0%} less than full fine-tuning")
 
 # %% [markdown]
 # The memory of one step: full fine-tuning, then an adapter on every layer.

@@ -642,8 +642,9 @@ title = "3,072 tokens: products in half the time leave messages little to hide b
 plots.overlap(title=title, **ways)
 
 # %%
+three = ("bf16", 2), ("fp8", 2), ("fp8", 1)
 for tokens in (1_536, 3_072, 8_192):
-    ends = (step(*how, tokens).makespan for how in (("bf16", 2), ("fp8", 2), ("fp8", 1)))
+    ends = (step(*how, tokens).makespan for how in three)
     print(f"{tokens:,} tokens:", *(f"{1e3 * end:6.1f} ms" for end in ends))
 
 # %% [markdown]
