@@ -170,7 +170,7 @@ check("lora/held", fine_tuned)
 hint("lora/held", 1)
 
 # %% [markdown]
-# Now a whole model: by a formula, by a dry run (the program on fake tensors), and by the program. This GPT of 100,000 weights will learn to add below; `rigs.lora.sums(8)` are its tokens and targets in base 8.
+# Now a whole model: by a formula, by a dry run (the program on fake tensors), and by the program. This GPT of 100,000 weights learns to add below; `rigs.lora.sums(8)` are its tokens and targets in base 8.
 
 # %%
 tokens, targets = (side[:32].clone() for side in rigs.lora.sums(8))
@@ -272,7 +272,7 @@ print({name: units.text(ledger.total) for name, ledger in kept.items()})
 reveal("activations/lora", MB=round(kept["LoRA"].total / 1e6, 2))
 
 # %% [markdown]
-# The gradient of A needs x, the input of its layer, as the gradient of W did. And attention and GELU keep what they kept: gradients pass through them on their way to the first adapter. Gone is what only the gradients of frozen weights need: the input of the head, and one of the two tensors that each norm keeps. Tensor by tensor:
+# A's gradient needs x, its layer's input, as W's did. And attention and GELU keep what they kept: gradients pass through them on their way to the first adapter. Gone is what only the gradients of frozen weights need: the input of the head, and one of the two tensors that each norm keeps. Tensor by tensor:
 
 # %%
 of_a_step = rigs.lora.fine_tuning(rank=4, frozen="fp32", batch=32)
