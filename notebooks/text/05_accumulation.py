@@ -201,7 +201,7 @@ for make in kinds:
     print(f"{make.__name__:10} off by {off:.0%}")
 
 # %% [markdown]
-# Adam hides the mistake, and so does AdamW. It shows wherever the gradient is compared with another number: weight decay that is added to the gradient (Adam's `weight_decay`), a large `eps`, clipping, the logged norm, loss scaling.
+# Adam hides the mistake, and so does AdamW, while the factor stays the same. It shows wherever the gradient is compared with another number: weight decay that is added to the gradient (Adam's `weight_decay`), a large `eps`, clipping, the logged norm, loss scaling.
 
 # %% [markdown]
 # ## What if the pieces are not equal?
@@ -429,7 +429,7 @@ for slope in slopes:
 w.grad.item(), sum(slopes)
 
 # %% [markdown]
-# The sum never moves: beyond 256 a bf16 number's gap is 2, so adding 1 is rounded away (lab 01). Equal addends that are no power of two come a little further, to less than 512 of them. Training codes keep the sum in fp32, beside the bf16 gradients, for $4\Psi$ bytes:
+# The sum never moves: beyond 256 a bf16 number's gap is 2, so adding 1 is rounded away (lab 01). Other equal addends stop a little later, before 512 of them. Training codes keep the sum in fp32, beside the bf16 gradients, for $4\Psi$ bytes:
 
 # %%
 w.grad = None
@@ -621,7 +621,7 @@ policies, kinds = ["none", "selective", "full"], ["plain", "sdpa"]
 explore(setting, gpus=[4, 16, 64], checkpointing=policies, attention=kinds)
 
 # %% [markdown]
-# Full checkpointing makes the micro-batch larger and computes 22 % more, as in lab 04; accumulation computes no product twice. So where a sequence fits, accumulate rather than recompute, unless the smaller micro-batch costs more time than those 22 %, as it does above with one short sequence at a time, or every micro-batch has to fetch the weights anew (lab 09).
+# Full checkpointing makes the micro-batch larger and computes 22 % more, as in lab 04; accumulation computes no product twice. So where a sequence fits, accumulate rather than recompute, unless the smaller micro-batch costs more time than those 22 %, as single short sequences may, or every micro-batch has to fetch the weights anew (lab 09).
 # <!-- claim: round(100 * checkpointing.overhead(config.ModelConfig.named("gpt2-xl"), "full")) == 22 -->
 
 # %% [markdown]

@@ -115,7 +115,7 @@ reveal("sends-first/ranks-that-get-past", ranks=len(got_past))
 # Each rank waits for its right neighbor to receive, and the right neighbor waits for its own: a *deadlock*.
 #
 # This world says so at once, with the line in which each rank waits. On a cluster the job stands still until a time-out (torch waits 10 minutes with NCCL,
-# 30 with gloo). MPI libraries as a rule buffer *small* sends, so there this program passes its test with three numbers and hangs with three million.
+# 30 with gloo). MPI libraries as a rule buffer *small* sends, so there this program may pass its test with three numbers and hang with three million.
 #
 # ### Exercise 7.1 · Break the circle (8 min, ●○○)
 #
@@ -383,7 +383,7 @@ predict("all-reduce/bytes-per-rank", MB=64)
 #
 # $$ 2\,\frac{N-1}{N}\,S \;=\; 2\cdot\tfrac{3}{4}\cdot 64\ \text{MB} \;=\; 96\ \text{MB}, $$
 #
-# whatever its number. On a thousand ranks it would be 128 MB, twice the tensor, and never more.
+# whichever it is. On a thousand ranks it would be 128 MB, twice the tensor, and never more.
 
 # %%
 traces = {way: run(f"all_reduce_{way}", 16_000_000, 4)[1] for way in ("naive", "ring")}
@@ -405,7 +405,7 @@ reveal("all-reduce/bytes-per-rank", MB=sent["ring"].by("rank")[0] / 1e6)
 # %% [markdown]
 # A table that prints totals hides the difference. A step is over when its *busiest* rank is done, and in the ring all ranks are equally busy.
 #
-# As long as only ranks can add, nothing can do better: for each element of the sum, N − 1 contributions of other ranks have to be sent, and then N − 1 copies
+# As long as only ranks can add, nothing can do better: for each element of the sum, N − 1 contributions of other ranks have to be sent before any rank knows it, and then N − 1 copies
 # of the result. That is 2(N − 1)S, and the ring shares it equally.
 #
 # **Equal, bytes sent, bytes held**: the three results that a distributed program owes you. Every all-reduce against the plain sum 1 + 2 + 3 + 4, against

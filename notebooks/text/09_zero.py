@@ -3,7 +3,7 @@
 #
 # **Every rank of data parallelism holds the same weights, gradients and optimizer state. What if each keeps a share, and asks for the rest when it is needed?**
 #
-# *85 min, and 65 further · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
+# *85 min, and 70 further · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -221,8 +221,8 @@ results.peak_states.diff(results.history.peak.ledger)
 #
 # A schedule of the learning rate takes the torch optimizer inside: `LambdaLR(optimizer.inner, …)`.
 #
-# **What it buys with accumulation.** Level 1 keeps whole gradients, so it can add up micro-batches and reduce once per step. Levels 2 and 3 have
-# nowhere to keep them, and reduce after every micro-batch. Eight micro-batches, Ψ = 1 million parameters in fp32, 4 ranks:
+# **What it buys with accumulation.** Level 1 keeps whole gradients, so it can add up micro-batches and reduce once per step. Levels 2 and 3 keep
+# no whole gradients, and reduce after every micro-batch: (k + 1)Ψ at level 2 and 3kΨ at level 3 for k of them, where level 1 sends 2Ψ, all times (N − 1)/N. Eight micro-batches, Ψ = 1 million parameters in fp32, 4 ranks:
 
 # %%
 for level in (1, 2, 3):
@@ -357,7 +357,7 @@ show(zero.unit_order)
 # tensors have shapes and no values, its messages are counted and arrive at once. The very same `zero.shard`, on Llama-3.1-405B. Weights travel and compute in bf16; the shares
 # are fp32, 16 bytes for each parameter.
 #
-# > A share of these 16 bytes is 0.4 GB on each of 16,384 ranks. How many GB does a rank hold at its fullest moment?
+# > A share of these 16 bytes is 0.4 GB on each of 16,384 ranks. How many GB of model states does a rank hold at the fullest moment?
 
 # %%
 predict("zero/peak-of-16384", GB=1)
@@ -416,7 +416,7 @@ with World(n, engine="dry") as dry:
 units.text(held.total), units.text(apart.total)
 
 # %% [markdown]
-# A GPT of a trillion parameters, with tied embeddings, on 1024 devices, on paper and at its peak:
+# A GPT of a trillion parameters, with tied embeddings, on 1024 devices: its states on paper and at their peak:
 
 # %%
 wide = dict(num_heads=160, d_ff=102_400, vocab_size=50_304, seq_len=2048)
@@ -426,7 +426,7 @@ at_most = formulas.peak_states(trillion, train, Mesh(dp=1024)).total
 units.text(zero.model_states(trillion.num_params, 1024, 3).total), units.text(at_most)
 
 # %% [markdown]
-# More than the 80 GB of an H100. (Without prefetch one layer less is whole, 15.7 GB, and every gather is waited for.)
+# More than the 80 GB of an H100. Activations come on top. (Without prefetch one layer less is whole, 15.7 GB, and every gather is waited for.)
 # <!-- claim: (lambda m: round(2e-9 * sum(anatomy.units(m)["blocks.0"]), 1))(config.ModelConfig(num_layers=128, d_model=25600, num_heads=160, d_ff=102400, vocab_size=50304, seq_len=2048)) == 15.7 -->
 # And what does a step take? Llama 3 was trained on 2,048 sequences of 8,192 tokens at a time: 1,024 tokens for each of 16,384 ranks.
 # A node of H100s has eight links of 50 GB/s, of which messages reach 40. Eight rings use them all (lab 07), 320 GB/s from each rank to the next. Products reach 61 % of the peak, an estimate from Llama 3's published throughput:
@@ -447,7 +447,7 @@ print(units.text(sent), f"of bytes: {sent / wire.bandwidth:.0f} s")
 print(f"{hops:,} hops: {hops * wire.latency:.0f} s")
 
 # %% [markdown]
-# **Sharding alone is not enough for the 405 billion: with 16 million tokens in a step, 1,024 for each rank are too little work to hide the bytes.** Rings are not to blame: without a single hop the bytes take twice as long as the computing, and smaller groups of ranks gather as many.
+# **Sharding alone is not enough for the 405 billion: with 16 million tokens in a step, 1,024 for each rank are too little work to hide the bytes.** Rings are not to blame: without a single hop the bytes take 1.8 times as long as the computing (1.4 times if every layer is recomputed), and smaller groups of ranks gather as many.
 # Nor is memory: with the units of above a whole sequence fits, 68 GB if every layer is recomputed, but a sequence for every rank would be a batch eight times as large.
 # Labs 10 and 13 divide the bytes, held and sent: a rank that has an eighth of each layer, or one layer in sixteen, makes that much less whole and gathers that much less. With 8 × 16 ranks to a copy of the model, 128 copies are left: rings of 128, and 16 sequences for each.
 
@@ -488,7 +488,7 @@ reveal("zero/tokens-per-rank", tokens=round(rate / network.bandwidth * 63 / 64))
 # %% [markdown]
 # This condition leaves out the latency of a ring's hops; the time lines below count it. Every gather is N − 1 hops long, however short its pieces: on 64 ranks the hops of a block take 23 % of the time of its bytes, on 1024 ranks 3.8 times that time, at 5 µs for each hop. (About half as much, if the seven of eight hops that stay inside a node take 2 µs.)
 # <!-- claim: (lambda b, r: [round((n - 1) * r.latency * r.bandwidth / b, 2) for n in (64, 1024)])(2 * sum(anatomy.units(config.ModelConfig.named("llama-3.1-8b"))["blocks.0"]), config.Hardware.named("H100").ring(64)) == [0.23, 3.75] -->
-# So the condition holds for messages much longer than N·λ·bw. Beyond that, libraries gather in fewer steps than a ring, or in smaller groups (hybrid sharding, below).
+# So the condition holds for messages much longer than N·λ·bw, λ being the latency of a hop. Beyond that, libraries gather in fewer steps than a ring, or in smaller groups (hybrid sharding, below).
 #
 # Level 3 as it is set gathers in every micro-batch, so tokens of other micro-batches hide nothing. 4,096 tokens per step, taken as 1, 2, 4 and 8 micro-batches; the time of a step over that of its
 # computation:
@@ -595,7 +595,7 @@ for how, (nbytes, links) in leaves.items():
 # that it owns: so the master is sharded from the start, at every level. At level 3 the fp32 share is all that stays: with `param_dtype=torch.bfloat16` it is
 # rounded when it is gathered.
 #
-# > By the paper's count level 1 on four ranks holds 2 + 2 + 12/4 = 7 bytes for each parameter. How many does a rank have after a step, when whole gradients are gone?
+# > By the paper's count level 1 on four ranks holds 2 + 2 + 12/4 = 7 bytes for each parameter. How many does a rank have after a step, when whole gradients are gone and the fp32 share of them is not?
 
 # %%
 predict("zero/bytes-after-a-step", bytes=5)
@@ -620,8 +620,8 @@ for level, lines in rest.items():
 reveal("zero/bytes-after-a-step", bytes=round(sum(rest[1].values()) / psi, 1))
 
 # %% [markdown]
-# At levels 1 and 2 the weights are whole, 2 bytes; master copy and moments are 4 + 4 + 4 bytes, divided by four. At level 3 the shares of the weights *are* the master copy. The share of the gradient is fp32 at every
-# level, since that is what the optimizer takes: 4 bytes divided by four, where the paper counts 2.
+# At levels 1 and 2 the weights are whole, 2 bytes; master copy and moments are 4 + 4 + 4 bytes, divided by four. At level 3 the shares of the weights *are* the master copy. The share of the gradient is fp32 here at every
+# level, as the optimizer takes it: 4 bytes divided by four, where the paper counts 2.
 #
 # **One rank's inf must be everybody's.** With fp16 the loss is scaled (lab 02), and a step whose gradient has overflowed is skipped. But after the reduce-scatter
 # a rank sees its share alone. Let one gradient overflow on rank 2, that of the last norm, and ask each rank: is your share finite, did you step, what is your scale now?
@@ -654,7 +654,7 @@ world.run(overflow)
 # %% [markdown]
 # ### Exercise 9.3 · Bug hunt: the optimizer that passed its test (15 min, ●●●)
 #
-# A colleague wrote level 2 for bf16 weights, with clipping. All ranks agree after a step, the weights are those of one device, and only shares are held.
+# A colleague wrote level 1 for bf16 weights, with clipping. All ranks agree after a step, the weights are those of one device, and of master copy and optimizer state a rank holds its share. (That gradients are added up in bf16 is meant.)
 
 
 # %%
@@ -787,12 +787,12 @@ processes.close()
 #
 # `ZeroRedundancyOptimizer` comes after DDP's all-reduce, and then every rank broadcasts the parameters that it owns: 3Ψ in all, not 2Ψ. It also gives each
 # parameter to one rank as a whole, so that a large embedding makes its owner's share large. `fully_shard` cuts each parameter along its
-# first dim, not a flat tensor: names and shapes survive, and a snapshot needs no communication.
+# first dim, not a flat tensor: names and shapes survive, and a sharded snapshot needs no communication.
 #
 # ## Further: turn the knobs
 #
 # Model states on each device at the four levels, against what one device has. Activations come on top (lab 03). The paper's 7.5B parameters on 64 devices of
-# 32 GB: which is the lowest level that fits? And which, if gradients are kept in fp32?
+# 32 GB: at which level do the states fit, and at which do they leave 8 GB? And if gradients are kept in fp32?
 
 # %%
 conventions = {"16Ψ: 2-byte gradients": 2, "18Ψ: 4-byte gradients": 4}
