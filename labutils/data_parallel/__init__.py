@@ -5,5 +5,6 @@ it.
 """
 
 from labutils.data_parallel.buckets import BUCKET_BYTES, Bucket, backward_timeline, buckets
-from labutils.data_parallel.plain import average_gradients, check_alike, sampler, share
+from labutils.data_parallel.plain import average_gradients, check_alike
 from labutils.data_parallel.replica import Replica, replicate
+from labutils.data_parallel.sampler import sampler, share

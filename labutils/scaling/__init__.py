@@ -1,7 +1,8 @@
 """Learning rate and batch size: scaling rules and schedules, the gradient noise scale, steps to a
 target. With torch, and imported by name: `ranks`."""
 
-from labutils.scaling.critical import Hyperbola, Spread, estimate_spread, fit, noise_scale
+from labutils.scaling.critical import Hyperbola, fit
+from labutils.scaling.noise import Spread, estimate_spread, noise_scale
 from labutils.scaling.rules import (
     POWERS,
     Rule,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from labutils.scaling.critical import estimate_spread, noise_scale
+from labutils.scaling.noise import estimate_spread, noise_scale
 from labutils.world import Comm
 
 

@@ -366,11 +366,13 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("* ratio / scale_lr(1.0, ratio, rule)", "* scale_lr(1.0, ratio, rule)"),
         ("(1 + math.cos(", "(1 - math.cos("),
     ],
-    ("scaling/critical", "test_scaling"): [
+    ("scaling/noise", "test_scaling"): [
         ("(1 / b - 1 / B)", "(1 / b)"),
         ("small - trace / b", "large"),
         ("fmean(each.trace for each in found) / signal", "fmean(each.trace / each.signal for each in found)"),
         ("if signal <= 0:", "if False:"),
+    ],
+    ("scaling/critical", "test_scaling"): [
         ("self.emin / self.smin", "self.smin / self.emin"),
         ("(1 / s, 1 / (b * s))", "(1, 1 / b)"),
         ("reduce * (devices > 1)", "reduce"),
@@ -948,7 +950,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("and not self._left[len(self._works)]", "and True"),
         ("*module.named_parameters(), *module.named_buffers()", "*module.named_parameters(),"),
     ],
-    ("data_parallel/plain", "test_data_parallel"): [
+    ("data_parallel/sampler", "test_data_parallel"): [
         ("manual_seed(seed + epoch)", "manual_seed(seed)"),
         ("padded = -(-length // size) * size", "padded = length // size * size"),
         ("return count * comm.size / total", "return count / total"),
