@@ -84,7 +84,31 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
       throw problem("g", `The formulas of this model are for ${kind}, not for a = ${a} and g = ${g}: start from a model of that kind.`);
     }
     if (rope && d % 2n) throw problem("d", `A head of width ${d} is odd: RoPE turns pairs of numbers.`);
-    return { model, letters, room: BigInt(Math.round(room * 1e9)), zero: letters.N > 1n ? +field("zero").value : 0 };
+    const mesh = readMesh(model, letters);
+    return { model, letters, mesh, room: BigInt(Math.round(room * 1e9)), zero: letters.N * mesh.cp > 1n ? +field("zero").value : 0 };
+  };
+  const readMesh = ({ tied, dropout, rope }, { L, a, g, f, v, s, N }) => {
+    const [pp, cp, tp, m] = [["pp", "pipeline stages"], ["cp", "ranks of a sequence"], ["tp", "ranks of a layer"], ["m", "number of micro-batches"]].map(([name, what]) => whole(name, what, 1));
+    const [stage, sequence] = [whole("stage", "stage", 0), field("sequence").value === "1"];
+    const mesh = { pp, cp, tp, m, stage, sequence, more: pp * cp * tp > 1n };
+    if (!mesh.more) return mesh;
+    const [first, chosen] = ["precision", "checkpointing"].map((name) => field(name).selectedOptions[0].textContent);
+    const refused = (name, wrong, message) => {
+      if (wrong) throw problem(name, `${message} “predict.activations” in labutils runs a rank dry, and “python -m labutils.planner” ranks plans.`);
+    };
+    refused("precision", first.includes("autocast"), "Half copies of autocast have no formula beyond data parallelism.");
+    refused("checkpointing", dropout && chosen !== "none", "The masks of dropout that are computed again have no formula beyond data parallelism.");
+    for (const [letter, size] of Object.entries({ a, f, v })) if (size % tp) throw problem("tp", `tp = ${tp} does not divide ${letter} = ${grouped(size)}: choose a divisor.`);
+    if (g % tp && tp % g) throw problem("tp", `tp = ${tp} neither divides g = ${g} key–value heads nor is a multiple.`);
+    if (s % (cp > 1n ? 2n * cp : 1n)) throw problem("cp", `${grouped(s)} tokens are not ${2n * cp} equal chunks, two for each of ${cp} ranks: choose a multiple of ${2n * cp}.`);
+    if (cp > 1n && +field("attention").value !== 0) throw problem("attention", "A ring of ranks (cp) has fused attention alone.");
+    if (cp > 1n && dropout) throw problem("cp", "Keys that travel have no mask for dropout: cp must be 1.");
+    if (sequence && (tp === 1n || (s / cp) % tp)) throw problem("sequence", `Sequence parallelism shares the ${grouped(s / cp)} tokens of a rank out over tp: choose a tp above 1 that divides them.`);
+    if (L > 10000n) throw problem("L", "At most 10,000 layers are dealt out to ranks.");
+    if (pp > L + 2n) throw problem("pp", `${L} layers fill at most ${L + 2n} stages, not ${pp}.`);
+    if (stage >= pp) throw problem("stage", `The stages are 0 to ${pp - 1n}: there is no stage ${stage}.`);
+    if (tied && pp > 1n && N * cp > 1n && field("zero").value === "3") throw problem("zero", "ZeRO 3 would cut a tied embedding differently in the first and the last stage: choose ZeRO 2.");
+    return mesh;
   };
 
   const predict = (data, { model, letters, zero }) => {
@@ -109,6 +133,90 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
       found.by = data.components.map((component) => found.lines.reduce((sum, line) => (line[1] === component ? sum + line[3] : sum), 0n));
     }
     return phases;
+  };
+
+  // Layers of one of n stages, which are cut so that the longest is short, the head included: labutils.pipeline.cut.
+  const layersOf = (stage, L, n, layer, head) => {
+    if (n === 1n) return L;
+    if (n === L + 2n) return stage > 0n && stage < n - 1n ? 1n : 0n;
+    let shortest, found;
+    for (let last = 0n; last <= L - n + 1n; last++) {
+      const [each, more] = [(L - last) / (n - 1n), (L - last) % (n - 1n)];
+      const [middle, end] = [layer * (more ? each + 1n : each), layer * last + head];
+      const longest = middle > end ? middle : end;
+      if (shortest === undefined || longest <= shortest) [shortest, found] = [longest, stage === n - 1n ? last : stage >= n - 1n - more ? each + 1n : each];
+    }
+    return found;
+  };
+  // Fills buckets from the last tensor to the first, as a backward pass does.
+  const buckets = (numels, width, most) => {
+    const found = [];
+    let held = 0n;
+    for (const numel of [...numels].reverse()) {
+      if (!found.length || held + numel * width > most) [held] = [0n, found.push([])];
+      found.at(-1).push(numel);
+      held += numel * width;
+    }
+    return found;
+  };
+  // What the first rank of a stage holds between the operations of a step, under 1F1B: predict.states and predict.activations.
+  const hold = (data, { model, letters, zero, mesh: { pp, cp, tp, m, stage, sequence } }) => {
+    const { weights, layer, head, kept } = data.inventories[model.kind];
+    const [{ half, gradients }, moments] = [data.precisions[field("precision").value], data.optimizers[field("optimizer").value]];
+    const L = layersOf(stage, letters.L, pp, value(layer, letters), value(head, letters));
+    const [first, last, n] = [stage === 0n, stage === pp - 1n, zero ? letters.N * cp : 1n];
+    const times = { first: first ? 1 : 0, layers: Number(L), last: last ? 1 : 0 };
+    const here = { ...letters, L, a: letters.a / tp, g: letters.g % tp ? 1n : letters.g / tp, f: letters.f / tp, v: letters.v / tp, c: letters.s / cp, t: letters.s / cp / (sequence ? tp : 1n), m: m < pp - stage ? m : pp - stage };
+
+    const units = {}; // numbers of each tensor; the ends that are tied are averaged apart
+    for (const place of Object.keys(times))
+      for (let i = 0; i < times[place]; i++)
+        for (const [, formula, tied] of weights.filter(([where]) => where === place)) {
+          if (tied && place === "last" && first) continue;
+          const unit = tied && pp > 1n ? "tied" : zero === 3 && place === "layers" ? i : "";
+          (units[unit] ??= []).push(value(formula, here));
+        }
+    const stream = half ? 2n : 4n;
+    const width = zero === 3 ? 4n : stream;
+    const flats = Object.values(units).flatMap((unit) => (zero === 1 || zero === 2 ? buckets(unit, width, BigInt(data.bucket)) : [unit]));
+    [here["Ψ"], here.P, here.T, here.N] = [0n, 0n, 0n, n];
+    for (const flat of flats) {
+      const share = (flat.reduce((sum, numel) => sum + numel) + n - 1n) / n;
+      here["Ψ"] += share * n;
+      here.P += share;
+      let start = 0n;
+      for (const numel of flat) {
+        if (start < share) here.T += 1n;
+        start += numel;
+      }
+    }
+    const lines = [["weights", "weights", zero === 3 ? "4P" : `${width}Ψ`]];
+    if (zero) lines.push([half && zero < 3 ? "fp32 gradients" : "gradients", "gradients", zero > 1 || (half && !gradients) ? "4P" : "4Ψ"]);
+    else {
+      if (!(half && gradients === "only")) lines.push(["gradients", "gradients", `${width}Ψ`]);
+      if (half && gradients) lines.push(["fp32 gradients", "gradients", "4Ψ"]);
+    }
+    if (half && zero < 3) lines.push(["master weights", "optimizer", "4P"]);
+    for (const name of moments) lines.push([name, "optimizer", "4P"]);
+    if (moments.length === 2) lines.push(["step", "optimizer", "4T"]);
+    if (model.rope && L) lines.push(["buffers", "buffers", `${width}sd`]);
+
+    const parts = {}; // of each the formula, with m micro-batches in flight
+    const keep = (part, formula) => (parts[part] = part in parts ? `${parts[part]} + ${formula}` : formula);
+    const often = (formula, place) => formula.replace(/\d+/g, place === "layers" ? "$&mL" : "$&m");
+    const [again, casts] = [field("checkpointing").selectedOptions[0].textContent, zero === 3 && half];
+    for (const [place, part, formula, heads] of kept[half ? 0 : 1][field("attention").value][field("checkpointing").value])
+      if (times[place] && !(heads && here.a === 1n)) keep(part, often(formula, place));
+    if (first && tp > 1n) keep("tokens", "9mbc"); // which words are others', and the places of one's own
+    if (first && cp > 1n && !model.rope) keep("positions", "8mc");
+    if (last) keep("outside", `${8n + (tp > 1n ? 4n : stream)}m`); // how many targets count
+    if (model.rope && L && casts && again !== "full") keep("attention.rotary", "4mLcd"); // halves of tables in fp32
+    if (model.rope && L && cp > 1n && !casts) keep("attention.rotary", `${stream}cd`); // the rows of a rank's tokens
+    for (const [part, formula] of Object.entries(parts)) lines.push([part, "activations", formula]);
+    const found = { phase: "between", letters: here, lines: lines.map((line) => [...line, value(line[2], here)]) };
+    found.total = found.lines.reduce((sum, line) => sum + line[3], 0n);
+    found.by = data.components.map((component) => found.lines.reduce((sum, line) => (line[1] === component ? sum + line[3] : sum), 0n));
+    return found;
   };
 
   // What the reader sees.
@@ -163,24 +271,32 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
   };
   const where = { forward: "in the forward pass", backward: "in the backward pass", optimizer: "in the optimizer’s step" };
   const show = (data, setting) => {
-    const phases = predict(data, setting);
+    const { room, letters, mesh, zero } = setting;
+    const phases = mesh.more ? { between: hold(data, setting) } : predict(data, setting);
     const peak = Object.values(phases).reduce((most, phase) => (phase.total > most.total ? phase : most));
-    const { room, letters } = setting;
     const fails = Object.values(phases).find(({ total }) => total > room);
     const device = field("room").value === field("device").value ? field("device").selectedOptions[0].textContent : "device";
     const ledger = phases[opened] ?? peak;
-    const verdict = fails
-      ? `does not fit: ${text(peak.total - room)} too much, and fails first ${where[fails.phase]}.`
-      : `fits, with ${text(room - peak.total)} to spare.`;
-    const said = make("p", { class: "lu-verdict", "data-bytes": peak.total, "data-fits": !fails }, make("strong", {}, text(peak.total)),
-      ` at the fullest moment, ${where[peak.phase]}, after `, make("code", {}, peak.event), ". ",
-      make("strong", {}, `The ${device} has ${text(room)}: the step ${verdict}`),
-      " Counted are the operations of PyTorch on a CPU; context, kernels and workspaces of a GPU come on top.");
-    const caption = make("p", { class: "lu-open" }, `What is alive ${where[ledger.phase]}, after `, make("code", {}, ledger.event), ":");
-    const sizes = Object.entries(letters).filter(([letter]) => letters.N > 1n || !"NP".includes(letter)).map(([letter, size]) => `${letter} = ${grouped(size)}`);
-    if (letters.N > 1n) sizes.push("P is Ψ / N, the share of each tensor rounded up");
-    else if (+field("zero").value) sizes.push("ZeRO shards over devices: on one there is nothing to shard");
-    result.replaceChildren(said, bars(data, phases, room), caption, table(data, ledger, letters, ledger === peak ? "peak" : "total"), make("p", { class: "lu-note" }, sizes.join(" · ")));
+    const over = text(peak.total - room);
+    const said = make("p", { class: "lu-verdict", "data-bytes": peak.total, "data-fits": !fails }, make("strong", {}, text(peak.total)));
+    const strong = (verdict) => make("strong", {}, `The ${device} has ${text(room)}: ${verdict}`);
+    const shown = peak.letters ?? letters;
+    const sizes = Object.entries(shown).filter(([letter]) => mesh.more || letters.N > 1n || !"NP".includes(letter)).map(([letter, size]) => `${letter} = ${grouped(size)}`);
+    if (mesh.more) {
+      const [axes, command] = [`pp=${mesh.pp}, dp=${letters.N}, cp=${mesh.cp}, tp=${mesh.tp}`, "python -m labutils.planner"];
+      said.append(` between the operations of a step, on the first rank of stage ${mesh.stage} of ${mesh.pp}, with ${grouped(shown.m)} micro-batches in flight. `,
+        strong(fails ? `this does not fit: ${over} too much.` : `${text(room - peak.total)} are left for what comes and goes.`),
+        " What comes and goes, and the batch, have no formula here: in labutils ", make("code", {}, `predict.peak(model, train, Mesh(${axes}))`), " runs a rank dry, and ", make("code", {}, command), " ranks plans with it.");
+      sizes.push("letters as they are on this rank: L layers, c tokens of a sequence, t of these between the layers, m micro-batches in flight, Ψ numbers, P its share of them, T tensors in that");
+    } else {
+      const verdict = fails ? `does not fit: ${over} too much, and fails first ${where[fails.phase]}.` : `fits, with ${text(room - peak.total)} to spare.`;
+      said.append(` at the fullest moment, ${where[peak.phase]}, after `, make("code", {}, peak.event), ". ", strong(`the step ${verdict}`),
+        " Counted are the operations of PyTorch on a CPU; context, kernels and workspaces of a GPU come on top.");
+      if (letters.N > 1n) sizes.push("P is Ψ / N, the share of each tensor rounded up");
+    }
+    if (+field("zero").value && shown.N === 1n) sizes.push("ZeRO shards over devices: on one there is nothing to shard");
+    const caption = make("p", { class: "lu-open" }, ...(mesh.more ? ["What is held between the operations:"] : [`What is alive ${where[ledger.phase]}, after `, make("code", {}, ledger.event), ":"]));
+    result.replaceChildren(said, bars(data, phases, room), caption, table(data, ledger, shown, ledger === peak && !mesh.more ? "peak" : "total"), make("p", { class: "lu-note" }, sizes.join(" · ")));
   };
 
   const start = async () => {

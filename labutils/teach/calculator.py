@@ -14,14 +14,14 @@ import math
 import operator
 import re
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from labutils import predict, units
-from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
+from labutils import anatomy, predict, units
+from labutils.config import MOMENTS, Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import COMPONENTS, Ledger, Line
 from labutils.memory import formulas, peak
 from labutils.teach import widgets
@@ -72,6 +72,11 @@ SHAPE = {  # the letters that a model brings along
     "g": "number of key–value heads", "d": "width of a head", "f": "feed-forward width",
     "v": "vocabulary size",
 }  # fmt: skip
+AXES = (  # fields of the page: name, label, start
+    ("pp", "stages (pp)", 1), ("stage", "the rank's stage, from 0", 0),
+    ("cp", "ranks of a sequence (cp)", 1), ("tp", "ranks of a layer (tp)", 1),
+    ("m", "micro-batches of a rank", 16),
+)  # fmt: skip
 ONE = TrainConfig(micro_batch=1, global_batch=1)
 MASTERS = "master weights"
 SECTIONS = {  # the headings of lab 03 under which each component is derived
@@ -149,6 +154,13 @@ class Calculator:
             "moments": list(moments),
             "states": states,
             "passes": passes,
+            "inventories": [_inventory(model) for model in self.kinds.values()],
+            "precisions": [
+                {"half": train.half, "gradients": train.fp32_gradients}
+                for train in (replace(ONE, **options) for options in PRECISION.values())
+            ],
+            "optimizers": [MOMENTS[options["optimizer"]] for options in OPTIMIZER.values()],
+            "bucket": ONE.bucket_bytes,
         }
 
     def _told(self, model: ModelConfig) -> dict[str, Any]:
@@ -161,6 +173,8 @@ class Calculator:
             "longest": None if model.positions == "rope" else model.seq_len,
             "layers": None if kind.layers == formulas.DEPTH else kind.layers,
             "rope": model.positions == "rope",
+            "tied": model.tied,
+            "dropout": model.dropout > 0,
             **{name: getattr(kind, name) for name in ("heads", "groups", "grouped")},
         }
 
@@ -209,6 +223,8 @@ class Calculator:
         memory = {name: f"{Hardware.named(name).memory / units.GB:g}" for name in Hardware.names()}
         device = "H100"
         shape = "".join(_field(letter, f"{letter}, {what}", "") for letter, what in SHAPE.items())
+        axes = "".join(_field(name, label, start) for name, label, start in AXES)
+        axes += _choice("sequence", "sequence parallelism", ("no", "yes"))
         fields = [
             _choice("model", "model", dict.fromkeys(self.models), values=list(self.models)),
             _field("b", "micro-batch b", START["micro_batch"]),
@@ -217,9 +233,10 @@ class Calculator:
                 _choice(name, "ZeRO level" if name == "zero" else name, options)
                 for name, options in CHOICES.items()
             ),
-            _field("devices", "devices N", START["devices"]),
+            _field("devices", "devices N (dp)", START["devices"]),
             _choice("device", "kind of device", memory, values=list(memory.values()), start=device),
             _field("room", "its memory in GB", memory[device]),
+            f"<details><summary>More axes: pp, cp, tp</summary><div>{axes}</div></details>",
             f"<details><summary>Another shape of this model</summary><div>{shape}</div></details>",
         ]
         first_peak = self.evaluate(seq_len=tokens)
@@ -385,6 +402,53 @@ def _passes(model: ModelConfig, *at: str) -> tuple[list[_Moment], ...]:
         forms = formulas.fullest(_passing(model, batch, *at))
         found.append([_moment(form, model) for form in forms if form.phase != "optimizer"])
     return tuple(found)
+
+
+@functools.cache
+def _inventory(model: ModelConfig) -> dict[str, Any]:
+    """What the ranks of a mesh share out, by place, at the first end, in each layer or at the last
+    end: the size of each parameter, in order, and whether it is tied; what each part keeps for the
+    backward pass; multiplications of a layer and of the head for a token."""
+    weights, products = [], defaultdict(list)
+    for part in anatomy.parts(model):
+        place, tied = _place(part.name), model.tied and part.name == "tokens"
+        weights += [[place, _product(dims), tied] for dims in (part.weight, part.bias) if dims]
+        products[place] += [_product(part.products)] if part.products else []
+    if model.tied:
+        weights.append(["last", weights[0][1], True])
+    options = [[c | plan for plan in CHECKPOINTING.values()] for c in CORES.values()]
+    kept = [[[_kept(model, width, **o) for o in core] for core in options] for width in (2, 4)]
+    layer, head = (" + ".join(products[place]) for place in ("layers", "last"))
+    return {"weights": weights, "layer": layer, "head": head, "kept": kept}
+
+
+def _kept(model: ModelConfig, width: int, **options: str) -> list[tuple[str, str, str, bool]]:
+    """Of each tensor that autograd keeps the place, the part, its bytes, and whether one head alone
+    does without it. A rank of cp has c tokens, of tp t of these where tp divides nothing else."""
+    how = anatomy.Policy(compute=width, stream=width, **options)
+    one = replace(model, num_layers=1, d_head=model.d_head)
+    always = set(anatomy.kept(replace(one, num_heads=1, num_kv_heads=1), how))
+    found = []
+    for name, kept in anatomy.kept(one, how):
+        if kept.name in ("tokens", "targets", "count"):  # the batch, and what the script counts
+            continue
+        shared = name != "outside" and not set(kept.dims) & set(anatomy.SPLITS["tp"])
+        formula = _product(kept.dims.replace("s", "t" if shared else "c"), kept.itemsize)
+        part = re.sub(r"^blocks\.0\.?", "", name) or "residual stream"
+        found.append((_place(name), part, formula, (name, kept) not in always))
+    return found
+
+
+def _place(name: str) -> str:
+    if name.startswith("blocks"):
+        return "layers"
+    return "last" if name in ("norm", "head", "outside") else "first"
+
+
+def _product(dims: str, factor: int = 1) -> str:
+    """The formula of a shape in letters: "2 b s ad", four times, is "8bsad"."""
+    digits, letters = re.findall(r"\d", dims), re.sub(r"[\d ]", "", dims)
+    return f"{factor * math.prod(map(int, digits))}{letters.replace('cc', 'c²')}"
 
 
 @functools.cache

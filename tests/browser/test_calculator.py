@@ -1,12 +1,16 @@
 """The memory calculator on a bare page: no kernel, no server, no network; its numbers are Python's, to the byte."""
 
+import collections
+import dataclasses
 import random
+import re
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
-from labutils.config import Hardware
+from labutils import predict
+from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.teach import calculator
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Memory</title>
@@ -86,7 +90,7 @@ def test_its_numbers_are_those_of_python(page, panel):
 
 
 def test_a_shape_of_ones_own_is_computed_as_well(page, panel):
-    page.locator("summary").click()
+    page.get_by_text("Another shape").click()
     shape = dict(L=7, h=640, a=10, g=10, d=64, f=2000, v=32000)
     set_to(page, {**shape, "s": "1,000"}, {})
     assert shown(page)["peak"] == panel.evaluate(model="gpt2", seq_len=1000, **shape).total
@@ -125,7 +129,7 @@ def test_a_shape_of_ones_own_is_computed_as_well(page, panel):
 def test_what_cannot_be_is_said_and_nothing_breaks(page, name, given, message):
     before, field = shown(page), page.locator(f"[name={name}]")
     if name in calculator.SHAPE:
-        page.locator("summary").click()
+        page.get_by_text("Another shape").click()
     good = field.input_value()
     field.fill(given)
     expect(page.get_by_role("alert")).to_contain_text(message)
@@ -197,3 +201,86 @@ def test_everybody_can_read_it(page, theme):
         page.locator("[name=b]").fill("0" if broken else "8")
         found = Axe().run(page).response["violations"]
         assert [f"{v['id']}: {v['nodes'][0]['html'][:150]}" for v in found] == []
+
+
+MESHES = ["gpt2", "llama-3.1-8b", "qwen2-0.5b"]
+FILL = """fields => {
+  const form = document.querySelector("form");
+  for (const [name, value] of fields) form.elements.namedItem(name).value = value;
+  form.dispatchEvent(new Event("input"));
+}"""
+
+
+def drawn(pick):
+    """A step on a mesh with more axes than dp, as the fields of the page and as predict takes it."""
+    pp, cp, tp = pick.choice([(1, 1, 2), (3, 1, 1), (1, 2, 1), (2, 1, 4), (4, 2, 2), (3, 3, 2)])
+    dp, m, stage = pick.choice([1, 2, 3, 64]), pick.randint(1, 9), pick.choice([0, pp // 2, pp - 1])
+    name = pick.choice(MESHES)
+    model = ModelConfig.named(name)
+    grouped = model.num_kv_heads < model.num_heads
+    heads = [(tp * k, g) for k in range(1, 7) for g in range(2, tp * k + 1) if tp * k % g == 0]
+    a, g = pick.choice(
+        [(a, g) for a, g in heads if (g < a) == grouped and 0 in (g % tp, tp % g)]
+    )
+    sizes = dict(L=pick.randint(3, 9), h=pick.randint(1, 4000), a=a, g=g, d=2 * pick.randint(1, 80))
+    sizes |= dict(f=tp * pick.randint(1, 3000), v=tp * pick.randint(1, 9000))
+    sizes |= dict(s=2 * cp * tp * pick.randint(1, 40), b=pick.randint(1, 4))
+    exact = {name: [each for each in options if "autocast" not in each] for name, options in calculator.CHOICES.items()}
+    labels = {name: pick.choice(options) for name, options in exact.items()}
+    if cp > 1:
+        labels["attention"] = "fused"
+    if dp * cp == 1 or (pp > 1 and model.tied):
+        labels["zero"] = "0: nothing" if dp * cp == 1 else pick.choice(list(calculator.ZERO)[:3])
+    sequence = tp > 1 and pick.choice([True, False])
+    places = {name: list(calculator.CHOICES[name]).index(label) for name, label in labels.items()}
+    mesh = dict(pp=pp, cp=cp, tp=tp)
+    fields = dict(model=name, devices=dp, m=m, stage=stage, sequence=int(sequence))
+
+    letters = {"L": "num_layers", "h": "d_model", "a": "num_heads", "g": "num_kv_heads"}
+    letters |= {"d": "d_head", "f": "d_ff", "v": "vocab_size", "s": "seq_len"}
+    model = dataclasses.replace(model, **{field: sizes[x] for x, field in letters.items()})
+    options = dict(micro_batch=sizes["b"], global_batch=sizes["b"] * m * dp, sequence=sequence)
+    for name, label in labels.items():
+        options |= calculator.CHOICES[name][label]
+    options |= dict(attention="ring") if cp > 1 else {}
+    mesh = Mesh(dp=dp, **mesh)
+    rank = next(rank for rank in range(mesh.size) if mesh.coords(rank)["pp"] == stage)
+    axes = dict(pp=pp, cp=cp, tp=tp)
+    return fields | axes | sizes | places, (model, TrainConfig(**options), mesh, rank)
+
+
+def test_what_a_rank_of_a_mesh_holds_is_what_is_predicted(browser, tmp_path):
+    page, pick = browser.new_page(), random.Random(5)
+    file = tmp_path / "page.html"
+    file.write_text(PAGE.format(panel=calculator.Calculator(*MESHES)._repr_html_()), "utf-8")
+    page.goto(file.as_uri())
+    expect(page.locator("form")).to_be_visible()
+    for _ in range(150):
+        fields, asked = drawn(pick)
+        page.evaluate(FILL, list(fields.items()))
+        wanted = collections.Counter()
+        for line in predict.states(*asked) + predict.activations(*asked):
+            part = re.sub(r"^blocks\.\d+\.?", "", line.name) or "residual stream"
+            wanted[part] += line.amount
+        assert page.get_by_role("alert").text_content() == "", fields
+        assert shown(page) == +wanted | {"total": wanted.total()}, fields
+    page.close()
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"tp": 5}, "tp = 5 does not divide a = 12: choose a divisor."),
+        ({"cp": 3}, "1,024 tokens are not 6 equal chunks, two for each of 3 ranks"),
+        ({"cp": 2, "attention": 1}, "A ring of ranks (cp) has fused attention alone."),
+        ({"pp": 2, "sequence": 1}, "choose a tp above 1 that divides them"),
+        ({"pp": 15}, "12 layers fill at most 14 stages, not 15."),
+        ({"pp": 2, "stage": 2}, "The stages are 0 to 1: there is no stage 2."),
+        ({"pp": 2, "devices": 2, "zero": 3}, "choose ZeRO 2."),
+        ({"pp": 2, "precision": 3}, "python -m labutils.planner"),
+        ({"pp": 2, "L": 20000}, "At most 10,000 layers"),
+    ],
+)
+def test_a_mesh_that_cannot_be_or_has_no_formula_is_refused(page, fields, message):
+    page.evaluate(FILL, list(({"s": 1024} | fields).items()))
+    expect(page.get_by_role("alert")).to_contain_text(message)
