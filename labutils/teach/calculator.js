@@ -179,7 +179,7 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     const stream = half ? 2n : 4n;
     const width = zero === 3 ? 4n : stream;
     const flats = Object.values(units).flatMap((unit) => (zero === 1 || zero === 2 ? buckets(unit, width, BigInt(data.bucket)) : [unit]));
-    [here["Ψ"], here.P, here.T, here.N] = [0n, 0n, 0n, n];
+    [here["Ψ"], here.P, here.T, here.N] = [0n, 0n, 0n, letters.N * cp];
     for (const flat of flats) {
       const share = (flat.reduce((sum, numel) => sum + numel) + n - 1n) / n;
       here["Ψ"] += share * n;
@@ -205,7 +205,7 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     const keep = (part, formula) => (parts[part] = part in parts ? `${parts[part]} + ${formula}` : formula);
     const often = (formula, place) => formula.replace(/\d+/g, place === "layers" ? "$&mL" : "$&m");
     const [again, casts] = [field("checkpointing").selectedOptions[0].textContent, zero === 3 && half];
-    for (const [place, part, formula, heads] of kept[half ? 0 : 1][field("attention").value][field("checkpointing").value])
+    for (const [place, part, heads, formula] of kept[half ? 0 : 1][field("attention").value][field("checkpointing").value])
       if (times[place] && !(heads && here.a === 1n)) keep(part, often(formula, place));
     if (first && tp > 1n) keep("tokens", "9mbc"); // which words are others', and the places of one's own
     if (first && cp > 1n && !model.rope) keep("positions", "8mc");
@@ -213,7 +213,7 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     if (model.rope && L && casts && again !== "full") keep("attention.rotary", "4mLcd"); // halves of tables in fp32
     if (model.rope && L && cp > 1n && !casts) keep("attention.rotary", `${stream}cd`); // the rows of a rank's tokens
     for (const [part, formula] of Object.entries(parts)) lines.push([part, "activations", formula]);
-    const found = { phase: "between", letters: here, lines: lines.map((line) => [...line, value(line[2], here)]) };
+    const found = { phase: "held", letters: here, lines: lines.map((line) => [...line, value(line[2], here)]) };
     found.total = found.lines.reduce((sum, line) => sum + line[3], 0n);
     found.by = data.components.map((component) => found.lines.reduce((sum, line) => (line[1] === component ? sum + line[3] : sum), 0n));
     return found;
@@ -249,7 +249,7 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
       const told = data.components.flatMap((component, i) => (by[i] > 0n ? [`${component} ${text(by[i])}`] : [])).join(", ");
       const parts = data.components.map((component, i) => make("span", { class: `lu-${component}`, style: `width:${share(by[i] > 0n ? by[i] : 0n, most)}` }));
       const limit = make("i", { style: `left:${share(room, most)}` });
-      return make("div", { class: "lu-phase" }, open(phase), make("div", { class: "lu-bar", role: "img", "aria-label": `${phase}: ${told}` }, ...parts, limit), text(total));
+      return make("div", { class: "lu-phase" }, where[phase] ? open(phase) : phase, make("div", { class: "lu-bar", role: "img", "aria-label": `${phase}: ${told}` }, ...parts, limit), text(total));
     });
     return make("div", { class: "lu-phases" }, ...rows);
   };
@@ -272,7 +272,7 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
   const where = { forward: "in the forward pass", backward: "in the backward pass", optimizer: "in the optimizer’s step" };
   const show = (data, setting) => {
     const { room, letters, mesh, zero } = setting;
-    const phases = mesh.more ? { between: hold(data, setting) } : predict(data, setting);
+    const phases = mesh.more ? { held: hold(data, setting) } : predict(data, setting);
     const peak = Object.values(phases).reduce((most, phase) => (phase.total > most.total ? phase : most));
     const fails = Object.values(phases).find(({ total }) => total > room);
     const device = field("room").value === field("device").value ? field("device").selectedOptions[0].textContent : "device";
@@ -283,10 +283,10 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     const shown = peak.letters ?? letters;
     const sizes = Object.entries(shown).filter(([letter]) => mesh.more || letters.N > 1n || !"NP".includes(letter)).map(([letter, size]) => `${letter} = ${grouped(size)}`);
     if (mesh.more) {
-      const [axes, command] = [`pp=${mesh.pp}, dp=${letters.N}, cp=${mesh.cp}, tp=${mesh.tp}`, "python -m labutils.planner"];
-      said.append(` between the operations of a step, on the first rank of stage ${mesh.stage} of ${mesh.pp}, with ${grouped(shown.m)} micro-batches in flight. `,
+      const axes = `pp=${mesh.pp}, dp=${letters.N}, cp=${mesh.cp}, tp=${mesh.tp}`;
+      said.append(` between the operations of a step, on the first rank of stage ${mesh.stage} (of 0 to ${mesh.pp - 1n}), with at most ${grouped(shown.m)} micro-batches in flight (1F1B). `,
         strong(fails ? `this does not fit: ${over} too much.` : `${text(room - peak.total)} are left for what comes and goes.`),
-        " What comes and goes, and the batch, have no formula here: in labutils ", make("code", {}, `predict.peak(model, train, Mesh(${axes}))`), " runs a rank dry, and ", make("code", {}, command), " ranks plans with it.");
+        " What comes and goes has no formula here: ", make("code", {}, `predict.peak(model, train, Mesh(${axes}))`), " runs a rank dry, and ", make("code", {}, "python -m labutils.planner"), " ranks whole plans.");
       sizes.push("letters as they are on this rank: L layers, c tokens of a sequence, t of these between the layers, m micro-batches in flight, Ψ numbers, P its share of them, T tensors in that");
     } else {
       const verdict = fails ? `does not fit: ${over} too much, and fails first ${where[fails.phase]}.` : `fits, with ${text(room - peak.total)} to spare.`;

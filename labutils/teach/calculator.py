@@ -94,7 +94,9 @@ class Calculator:
 
     It evaluates what `memory.predict` evaluates, in the reader's browser. A step is one
     micro-batch. With ZeRO, where `predict` runs a rank dry, the page takes each parameter for a
-    bucket that the devices divide, as `memory.peak.by_formula` says.
+    bucket that the devices divide, as `memory.peak.by_formula` says. With pp, cp or tp it says what
+    the first rank of a stage holds between the operations of a step, under 1F1B: `predict.states`
+    and `predict.activations`.
 
     >>> Calculator("gpt2", mine=ModelConfig.named("llama-2-7b"))
     Memory calculator: gpt2, mine
@@ -409,34 +411,37 @@ def _inventory(model: ModelConfig) -> dict[str, Any]:
     """What the ranks of a mesh share out, by place, at the first end, in each layer or at the last
     end: the size of each parameter, in order, and whether it is tied; what each part keeps for the
     backward pass; multiplications of a layer and of the head for a token."""
-    weights, products = [], defaultdict(list)
+    weights, products = [], defaultdict(Counter)
     for part in anatomy.parts(model):
         place, tied = _place(part.name), model.tied and part.name == "tokens"
-        weights += [[place, _product(dims), tied] for dims in (part.weight, part.bias) if dims]
-        products[place] += [_product(part.products)] if part.products else []
+        for factor, letters in map(_product, filter(None, (part.weight, part.bias))):
+            weights.append([place, f"{factor}{letters}", tied])
+        if part.products:
+            factor, letters = _product(part.products)
+            products[place][letters] += factor
     if model.tied:
         weights.append(["last", weights[0][1], True])
     options = [[c | plan for plan in CHECKPOINTING.values()] for c in CORES.values()]
     kept = [[[_kept(model, width, **o) for o in core] for core in options] for width in (2, 4)]
-    layer, head = (" + ".join(products[place]) for place in ("layers", "last"))
-    return {"weights": weights, "layer": layer, "head": head, "kept": kept}
+    flops = {"layer": _sum(products["layers"]), "head": _sum(products["last"])}
+    return {"weights": weights, "kept": kept, **flops}
 
 
-def _kept(model: ModelConfig, width: int, **options: str) -> list[tuple[str, str, str, bool]]:
-    """Of each tensor that autograd keeps the place, the part, its bytes, and whether one head alone
-    does without it. A rank of cp has c tokens, of tp t of these where tp divides nothing else."""
+def _kept(model: ModelConfig, width: int, **options: str) -> list[tuple[str, str, bool, str]]:
+    """What autograd keeps, in bytes, by place, by part, and by whether one head alone would do
+    without it. A rank of cp has c tokens, one of tp t of these where tp divides nothing else."""
     how = anatomy.Policy(compute=width, stream=width, **options)
     one = replace(model, num_layers=1, d_head=model.d_head)
     always = set(anatomy.kept(replace(one, num_heads=1, num_kv_heads=1), how))
-    found = []
+    found: dict[tuple[str, str, bool], Counter[str]] = defaultdict(Counter)
     for name, kept in anatomy.kept(one, how):
         if kept.name in ("tokens", "targets", "count"):  # the batch, and what the script counts
             continue
         shared = name != "outside" and not set(kept.dims) & set(anatomy.SPLITS["tp"])
-        formula = _product(kept.dims.replace("s", "t" if shared else "c"), kept.itemsize)
+        factor, letters = _product(kept.dims.replace("s", "t" if shared else "c"))
         part = re.sub(r"^blocks\.0\.?", "", name) or "residual stream"
-        found.append((_place(name), part, formula, (name, kept) not in always))
-    return found
+        found[_place(name), part, (name, kept) not in always][letters] += factor * kept.itemsize
+    return [(*key, _sum(terms)) for key, terms in found.items()]
 
 
 def _place(name: str) -> str:
@@ -445,10 +450,14 @@ def _place(name: str) -> str:
     return "last" if name in ("norm", "head", "outside") else "first"
 
 
-def _product(dims: str, factor: int = 1) -> str:
-    """The formula of a shape in letters: "2 b s ad", four times, is "8bsad"."""
+def _product(dims: str) -> tuple[int, str]:
+    """A shape as a factor and letters: 2 and "bsad" of "2 b s ad"."""
     digits, letters = re.findall(r"\d", dims), re.sub(r"[\d ]", "", dims)
-    return f"{factor * math.prod(map(int, digits))}{letters.replace('cc', 'c²')}"
+    return math.prod(map(int, digits)), letters.replace("cc", "c²")
+
+
+def _sum(terms: Mapping[str, int]) -> str:
+    return " + ".join(f"{factor}{letters}" for letters, factor in terms.items())
 
 
 @functools.cache
