@@ -283,10 +283,10 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     const shown = peak.letters ?? letters;
     const sizes = Object.entries(shown).filter(([letter]) => mesh.more || letters.N > 1n || !"NP".includes(letter)).map(([letter, size]) => `${letter} = ${grouped(size)}`);
     if (mesh.more) {
-      const axes = `pp=${mesh.pp}, dp=${letters.N}, cp=${mesh.cp}, tp=${mesh.tp}`;
+      const axes = `Mesh(pp=${mesh.pp}, dp=${letters.N}, cp=${mesh.cp}, tp=${mesh.tp}), rank=${mesh.stage * letters.N * mesh.cp * mesh.tp}`;
       said.append(` between the operations of a step, on the first rank of stage ${mesh.stage} (of 0 to ${mesh.pp - 1n}), with at most ${grouped(shown.m)} micro-batches in flight (1F1B). `,
         strong(fails ? `this does not fit: ${over} too much.` : `${text(room - peak.total)} are left for what comes and goes.`),
-        " What comes and goes has no formula here: ", make("code", {}, `predict.peak(model, train, Mesh(${axes}))`), " runs a rank dry, and ", make("code", {}, "python -m labutils.planner"), " ranks whole plans.");
+        " What comes and goes has no formula here: ", make("code", {}, `predict.peak(model, train, ${axes})`), " runs it dry, and ", make("code", {}, "python -m labutils.planner"), " ranks whole plans.");
       sizes.push("letters as they are on this rank: L layers, c tokens of a sequence, t of these between the layers, m micro-batches in flight, Ψ numbers, P its share of them, T tensors in that");
     } else {
       const verdict = fails ? `does not fit: ${over} too much, and fails first ${where[fails.phase]}.` : `fits, with ${text(room - peak.total)} to spare.`;

@@ -213,28 +213,27 @@ FILL = """fields => {
 
 def drawn(pick):
     """A step on a mesh with more axes than dp, as the fields of the page and as predict takes it."""
-    pp, cp, tp = pick.choice([(1, 1, 2), (3, 1, 1), (1, 2, 1), (2, 1, 4), (4, 2, 2), (3, 3, 2)])
+    pp, cp, tp = pick.choice([(1, 1, 8), (3, 1, 1), (1, 2, 1), (2, 1, 4), (4, 2, 2), (3, 3, 4)])
     dp, m, stage = pick.choice([1, 2, 3, 64]), pick.randint(1, 9), pick.choice([0, pp // 2, pp - 1])
     name = pick.choice(MESHES)
     model = ModelConfig.named(name)
     grouped = model.num_kv_heads < model.num_heads
-    heads = [(tp * k, g) for k in range(1, 7) for g in range(2, tp * k + 1) if tp * k % g == 0]
+    heads = [(tp * k, g) for k in (1, 1, 1, 2, 4) for g in range(2, tp * k + 1) if tp * k % g == 0]
     a, g = pick.choice(
         [(a, g) for a, g in heads if (g < a) == grouped and 0 in (g % tp, tp % g)]
     )
     sizes = dict(L=pick.randint(3, 9), h=pick.randint(1, 4000), a=a, g=g, d=2 * pick.randint(1, 80))
     sizes |= dict(f=tp * pick.randint(1, 3000), v=tp * pick.randint(1, 9000))
     sizes |= dict(s=2 * cp * tp * pick.randint(1, 40), b=pick.randint(1, 4))
-    exact = {name: [each for each in options if "autocast" not in each] for name, options in calculator.CHOICES.items()}
-    labels = {name: pick.choice(options) for name, options in exact.items()}
+    labels = {name: pick.choice(list(options)) for name, options in calculator.CHOICES.items()}
+    labels["precision"] = pick.choice([x for x in calculator.PRECISION if "autocast" not in x])
     if cp > 1:
         labels["attention"] = "fused"
     if dp * cp == 1 or (pp > 1 and model.tied):
         labels["zero"] = "0: nothing" if dp * cp == 1 else pick.choice(list(calculator.ZERO)[:3])
     sequence = tp > 1 and pick.choice([True, False])
     places = {name: list(calculator.CHOICES[name]).index(label) for name, label in labels.items()}
-    mesh = dict(pp=pp, cp=cp, tp=tp)
-    fields = dict(model=name, devices=dp, m=m, stage=stage, sequence=int(sequence))
+    fields = dict(pp=pp, cp=cp, tp=tp, model=name, devices=dp, m=m, stage=stage, sequence=int(sequence))
 
     letters = {"L": "num_layers", "h": "d_model", "a": "num_heads", "g": "num_kv_heads"}
     letters |= {"d": "d_head", "f": "d_ff", "v": "vocab_size", "s": "seq_len"}
@@ -243,10 +242,9 @@ def drawn(pick):
     for name, label in labels.items():
         options |= calculator.CHOICES[name][label]
     options |= dict(attention="ring") if cp > 1 else {}
-    mesh = Mesh(dp=dp, **mesh)
+    mesh = Mesh(pp=pp, dp=dp, cp=cp, tp=tp)
     rank = next(rank for rank in range(mesh.size) if mesh.coords(rank)["pp"] == stage)
-    axes = dict(pp=pp, cp=cp, tp=tp)
-    return fields | axes | sizes | places, (model, TrainConfig(**options), mesh, rank)
+    return fields | sizes | places, (model, TrainConfig(**options), mesh, rank)
 
 
 def test_what_a_rank_of_a_mesh_holds_is_what_is_predicted(browser, tmp_path):
@@ -263,6 +261,7 @@ def test_what_a_rank_of_a_mesh_holds_is_what_is_predicted(browser, tmp_path):
             part = re.sub(r"^blocks\.\d+\.?", "", line.name) or "residual stream"
             wanted[part] += line.amount
         assert page.get_by_role("alert").text_content() == "", fields
+        expect(page.locator(".lu-verdict")).to_contain_text(f"rank={asked[-1]})")
         assert shown(page) == +wanted | {"total": wanted.total()}, fields
     page.close()
 
