@@ -195,7 +195,7 @@ WRONG = {
                 exercises.saved_by_attention(b, s, h, a, g, size) + (4 - size) * a * s * s * b
             ),
             "bf16",
-            "have `size` bytes",
+            "in `size` bytes",
         ),
         Wrong(
             "always four bytes",

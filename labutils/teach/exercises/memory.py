@@ -220,10 +220,7 @@ def _misread(right: int, b: int, s: int, h: int, a: int, g: int, size: int) -> d
             "One tensor of sbh too many: what the output projection makes is not kept, "
             "for nothing in attention reads it again."
         ),
-        scores: (
-            "The softmax needs its output, not its input: only one s×s matrix a head is kept, "
-            "and its numbers have `size` bytes, too."
-        ),
+        scores: "Softmax needs its output, not its input: one s×s matrix a head, in `size` bytes.",
         2 * (sbh - narrow): "Keys and values have g heads, not a.",
         2 * sbh: "Queries, keys and values read the same tensor. It is kept once.",
         -sbh: (
