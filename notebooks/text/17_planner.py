@@ -329,9 +329,9 @@ usual = rates.Rates.assumed(b200)
 factor = np.median(1 + planner.residuals(five, usual))
 alike = (1 + planner.residuals(others, usual)) / factor - 1
 print(f"usual ones, one factor: {abs(alike).mean():.1%}, {abs(alike).max():.1%}")
-unit = np.array([*(1 / getattr(fitted, name) for name in rates.NAMES[:4]), fitted.kernel])
+unit = [*(1 / getattr(fitted, name) for name in rates.NAMES[:4]), fitted.kernel]
 for run in (runs[3], runs[-1]):
-    parts = rates.work_of(run, fitted) * unit
+    parts = rates.work_of(run, fitted) * np.array(unit)
     print(f"{text_of(run.plan)}, {run.model.seq_len:,} tokens:", end=" ")
     kinds = "products", "attention", "memory", "messages", "kernels"
     shares = zip(kinds, parts / parts.sum(), strict=True)
@@ -350,7 +350,8 @@ for _ in range(10):
     left = abs(planner.residuals(rest, planner.calibrate(some, b200)))
     means.append(left.mean())
     worst.append(left.max())
-print(f"by chance: mean {np.mean(means):.0%}, worst {min(worst):.0%} to {max(worst):.0%}")
+low, high = min(worst), max(worst)
+print(f"by chance: mean {np.mean(means):.0%}, worst {low:.0%} to {high:.0%}")
 
 
 def layout(run):
