@@ -15,6 +15,7 @@ from labutils import (
     lora,
     measure,
     memory,
+    planner,
     predict,
     quantization,
     scaling,
@@ -25,6 +26,13 @@ from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.teach import rigs
 
 ONE = TrainConfig(micro_batch=1, global_batch=1)
+
+
+def llama_on_64_h100() -> planner.Job:
+    """The job that lab 17 plans."""
+    model = dataclasses.replace(ModelConfig.named("llama-3.1-70b"), seq_len=8192)
+    cluster = planner.Cluster(device=config.Hardware.named("H100"), nodes=8)
+    return planner.Job(model=model, cluster=cluster, batch_tokens=2**22)
 
 
 def _layer(**changes) -> dict[str, int]:

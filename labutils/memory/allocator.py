@@ -13,6 +13,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from labutils import units
@@ -198,7 +199,7 @@ class Allocator:
         """Leaves `size` bytes to the block; the rest becomes a block in the same state."""
         segment = block.segment
         rest = _Block(block.address + size, block.size - size, block.pool, block.state, segment)
-        segment.insert(segment.index(block) + 1, rest)
+        segment.insert(_place(block) + 1, rest)
         block.size = size
         return rest
 
@@ -207,7 +208,7 @@ class Allocator:
 
     def _joined(self, block: _Block) -> _Block:
         """The block with its neighbors of the same state; free ones leave the cache."""
-        segment, place = block.segment, block.segment.index(block)
+        segment, place = block.segment, _place(block)
         for neighbor in segment[max(place - 1, 0) : place + 2]:
             if neighbor is not block and neighbor.state == block.state:
                 if block.state == "free":
@@ -320,8 +321,12 @@ def _unused(segment: list[_Block]) -> list[list[_Block]]:
     return [list(run) for used, run in runs if not used]
 
 
+def _place(block: _Block) -> int:
+    return bisect_left(block.segment, block.address, key=attrgetter("address"))
+
+
 def _after(block: _Block) -> _Block | None:
-    place = block.segment.index(block) + 1
+    place = _place(block) + 1
     return block.segment[place] if place < len(block.segment) else None
 
 

@@ -321,7 +321,7 @@ optimizer.zero_grad()
 # Gradients that are filled with zeros stay, and the whole second hill stands on them: one more time the bytes of the weights. Cleared *after* the forward pass, the old gradients lie under its activations, but are gone before the backward
 # pass begins. So the peak moves to the end of the forward pass, where the gradient of the logits, 262 kB, is not there yet: 849 kB of gradients less 262 kB are 587 kB more. Let go of gradients before the forward pass.
 #
-# **And where nothing is trained?** Under `torch.no_grad()` nothing waits for a backward pass. What is left of the hill is what one operation, here a softmax, needs for a moment:
+# **And where nothing is trained?** Under `torch.no_grad()` nothing waits for a backward pass. What is left of the hill is what one layer's forward pass holds for a moment, at its fullest in the softmax of the attention:
 
 
 # %%
@@ -609,7 +609,7 @@ reveal("start/noise", times=round(mean[4] / mean[64], 1))
 # %% [markdown]
 # The formula says 64/4 = 16. Where the two lines cross, a batch's gradient is as much noise as signal.
 # McCandlish et al. call that crossing the *simple noise scale* (tr Σ over the squared length of the whole gradient), and find that it says roughly up to which size a larger batch pays. It belongs to this model at this
-# moment: before training it is 72, and looked at after every 16 of 256 steps it goes up and down between 2.5 and 44. Lab 16 asks what a larger batch does to the loss, and to the learning rate.
+# moment: lab 16 measures it along a run, and asks what a larger batch does to the loss, and to the learning rate.
 
 # %% [markdown]
 # ## Further: where the time of a step goes
@@ -709,7 +709,7 @@ except ValueError as error:
 # Megatron-LM has `--record-memory-history` and `--memory-snapshot-path` for it, torchtitan 0.2.2 `profiling.enable_memory_snapshot`. The tool does not show what libraries such as NCCL allocate for themselves.
 #
 # **Let the second step fail early.** A job that dies in step 2 after an hour of loading is a waste. Run two steps on random tokens first, as many as the largest batch has, and load
-# weights and data after them.
+# weights and data after them. Make the optimizer anew then, or load its state too: the old one remembers gradients of random tokens.
 
 
 # %% [markdown]
@@ -737,7 +737,7 @@ peaks = [measure.history(short_step, model, optimizer).peak for _ in range(2)]
 
 # %% [markdown]
 # - **"NVIDIA’s A100 and H100 have a maximum of 80GB RAM"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024). <!-- erratum: S2-002 -->
-#   True of those on an SXM or a PCIe board. The H100 NVL has 94 GB. The course's table of devices, from the data sheets, in GB:
+#   True of those that are called SXM or PCIe. The H100 NVL, also a PCIe card, has 94 GB. The course's table of devices, from the data sheets, in GB:
 
 # %%
 {name: Hardware.named(name).memory // units.GB for name in Hardware.names()}

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 04 · Compute it again
 #
-# **With 32 sequences the activations of a 1.5B-parameter model take 60 GB, and wait for one backward pass. What if you throw them away and compute them again?**
+# **With 32 sequences the activations of a 1.5B-parameter model take 60 GB by one count, and wait for one backward pass. What if you throw them away and compute them again?**
 #
 # *90 min, and 60 further · before this: lab 03 · needs a laptop, no GPU and no network*
 
@@ -148,7 +148,7 @@ plots.plan_animation(checkpointing.segments(9, 3).timeline)
 #
 # ### Further: and a model of 1.5 billion parameters?
 #
-# GPT-2 XL with 32 sequences of 1024 tokens: ZeRO counts 12 tensors of 105 MB in each of 48 layers. One of the twelve is the layer's output, the others are its interior.
+# GPT-2 XL with 32 sequences of 1024 tokens: ZeRO counts 12 tensors of 105 MB in each of 48 layers, scores left out. One of the twelve is the layer's output, the others are its interior.
 
 # %%
 s, h, L = ModelConfig.named("gpt2-xl").letters("s h L")
@@ -165,7 +165,7 @@ plans = {k: checkpointing.segments(L, k) for k in (1, 4, 6, 8, 12, 16, 24, 48)}
 #
 # n layers, k segments, k divides n. Return the steps as a list of pairs: `("forward", i)`, `("record", i)`, `("backward", i)`, `("drop", i)`.
 # `forward` and `record` make $x_{i+1}$ from $x_i$, and `record` also keeps what `backward` needs. `backward i` frees the interior and $x_{i+1}$; `drop i`
-# frees $x_i$. A value that is held may not be made again: drop it first. Start with $x_0$, and end with $x_0$ alone.
+# frees $x_i$. A value that is held may not be made again: drop it first. Start with $x_0$, and end with $x_0$ alone. Compute and hold no more than counted above.
 
 
 # %%
@@ -210,7 +210,7 @@ predict("checkpointing/best-plan", evaluations=1000)
 #
 # $$ e(n, c) = (r+1)\,n - \binom{c+r}{c+1}. $$
 #
-# So the reach of c snapshots grows like a binomial coefficient, and 10 snapshots with $r = 4$ reach 1001 layers.
+# So the reach of c snapshots grows like a binomial coefficient, and 10 snapshots with $r = 4$ reach 1001 layers. <!-- arithmetic: math.comb(10 + 4, 10) == 1001 -->
 
 # %%
 for n, snapshots in [(10, 3), (100, 10), (1000, 10)]:
@@ -273,7 +273,7 @@ for which, i in {"first": 0, "second": 1, "last": -1}.items():
 #
 # $$ C(i, j, R) = \min \begin{cases} w_i + C(i+1,\, j,\; R - \text{interior}_i - \text{output}_i) \\ \min_m\; \bigl[\, w_i + \dots + w_{m-1} + C(i,\, m-1,\; R) \\ \qquad\quad + C(m,\, j,\; R - \text{size}(x_m)) \,\bigr] \end{cases} $$
 #
-# With no stage left C is 0, and where R would be negative there is no plan. `frontier` solves it for every budget at once (Beaumont et al. do it for one) and returns all trades worth making.
+# With no stage left C is 0, and where R would be negative there is no plan. `frontier` solves it for every budget at once (Beaumont et al. do it for one) and returns all trades worth making between whole stages.
 
 # %% [markdown]
 # > The full step holds 33 MB of activations. With half of that, how much more do you compute, in percent of a forward pass?
@@ -300,8 +300,8 @@ extra = half.on(costs).cost / once - 1
 reveal("checkpointing/half-the-memory", percent=round(100 * extra))
 
 # %% [markdown]
-# Within half of the activations' memory a step costs 0.58 of a forward pass more, 19 % of a step: some stages are computed twice, the others once. (The plan may hold less than half: the trades are stairs.)
-# So nothing forces you to checkpoint *all* layers, as most configurations do. The plan is data. Carry it out, and compare gradients, FLOPs and bytes:
+# Within half of the activations' memory a step costs 0.58 of a forward pass more, 19 % of a step's FLOPs: some stages are computed twice, the others once. (The plan may hold less than half: the trades are stairs.)
+# So nothing forces you to checkpoint *all* layers, as most configurations do. Carry it out, and compare gradients, FLOPs and bytes:
 
 # %%
 torch.manual_seed(2)
@@ -327,7 +327,7 @@ plots.memory_timeline(executed.history, title=title)
 # Every gradient is equal to the bit, dropout included. What is counted is what is *held between steps* of the plan; inside a step, an operation needs
 # temporary memory on top (lab 03).
 #
-# Lower the budget and watch the plan change: the first sweep drops more and more, then the second sweep starts to leave gaps, too.
+# Lower the budget: the first sweep drops more and more, then the second leaves gaps, too.
 
 
 # %%
@@ -356,8 +356,12 @@ explore(plan_for, percent=[0, 13, 14, 15, 16, 20, 25, 30, 40, 50, 60, 70, 80, 90
 # %%
 block = model.blocks[0]
 x = torch.randn(4, 64, 64, requires_grad=True)
-for call in (lambda: block(x), lambda: checkpointing.checkpoint(block, x)):
-    print(units.text(measure.saved_activations(call, block).total))
+calls = {
+    "as it is": lambda: block(x),
+    "in checkpoint": lambda: checkpointing.checkpoint(block, x),
+}
+for name, call in calls.items():
+    print(f"{name}: {units.text(measure.saved_activations(call, block).total)}")
 
 # %% [markdown]
 # What waits for the backward pass is the input alone: 4 · 64 · 64 numbers of 4 bytes.
@@ -549,13 +553,14 @@ for name, s in ((name, s) for name, lengths in sizes.items() for s in lengths):
 forward, backward = 7.7, 11.9  # milliseconds, table 4
 timed = {"full": 27.2, "selective": 20.9}  # forward and backward together
 both = forward + backward
-f"predicted {forward / both:.1%}", [f"{ms / both - 1:.1%}" for ms in timed.values()]
+print(f"predicted, full {forward / both:.1%}", end="; timed")
+print("", *(f"{policy} {ms / both - 1:.1%}" for policy, ms in timed.items()))
 
 # %% [markdown]
 # The formula with the timed ratio gives 39.3 %, the clock 38.8 %. 30 to 40 % means a $\rho$ between 2.3 and 1.5.
 #
 # **And the clock on your machine?** A narrow GPT and one eight times as wide, full recomputation with the early stop: FLOPs; the formula, $\rho$ measured and the part of the forward pass that is computed again taken from the FLOPs; seconds of the processor.
-# (The times differ between machines and runs, so nobody compares them.)
+# (Times differ between machines and runs.)
 
 # %% tags=["nbval-ignore-output"]
 for width, s, b in ((64, 64, 8), (512, 128, 2)):
@@ -568,13 +573,12 @@ for width, s, b in ((64, 64, 8), (512, 128, 2)):
     print(f"by the clock {sum(full) / both - 1:.0%}")
 
 # %% [markdown]
-# In the wide model products fill the time, and the three numbers are close. In the narrow one norms, softmax, GELU and Python do: they are computed again too, an early stop hardly shortens them, and no FLOP counter sees them.
+# In the wide model products fill more of the time, and the clock comes nearer to the FLOPs. In the narrow one norms, softmax, GELU and Python weigh more: they are computed again too, and no FLOP counter sees them.
 
 # %% [markdown]
 # ## Further: which part is cheapest to compute again?
 #
-# One layer holds, by Korthikanti's count, $34\,sbh$ bytes plus $5\,a s^2 b$ for the scores and what softmax and dropout make of them. Compare what they weigh
-# and what they cost to compute.
+# One layer holds, by Korthikanti's count, $34\,sbh$ bytes plus $5\,a s^2 b$ for the scores and what softmax and dropout make of them.
 #
 # > GPT-3: a = 96, s = 2048, h = 12 288. If only the attention core is computed again, what part of the activations goes away?
 
@@ -597,8 +601,8 @@ reveal("checkpointing/selective", percent=round(100 * core / (34 + core), 2))
 }
 
 # %% [markdown]
-# That is *selective* recomputation, the paper's proposal. FlashAttention has since moved it into the kernel (lab 06). On our GPT it is a policy
-# like the others, and lab 03's formula predicts each:
+# That is *selective* recomputation, the paper's proposal. FlashAttention has since moved it into the kernel (lab 06). On our GPT it is a policy,
+# and lab 03's formula predicts each:
 
 
 # %%
@@ -620,11 +624,17 @@ def formula(policy):
 }
 
 # %%
-{policy: units.text(saved(policy).total) for policy in checkpointing.POLICIES}
+kept = {policy: saved(policy).total for policy in checkpointing.POLICIES}
+print({policy: units.text(each) for policy, each in kept.items()})
+stages = checkpointing.plan(costs, kept["selective"]).on(costs).cost / once - 1
+core = 3 * checkpointing.overhead(config, "selective", early_stop=False)
+print(f"selective: {core:.2f} of a forward pass more; whole stages: {stages:.2f}")
 
 # %% [markdown]
-# Is the core so large because a model is large? $5as^2b$ against $34sbh$ is $5s/d$ against 34, where $d = h/a$ is the width of a head: neither the width of the model nor its layers are in it. With heads 64 wide the two terms are equal at 435 tokens.
-# What size changes is the price: in FLOPs the core is s/6h of the products with weights, so a wide model computes it again for less. So it pays for wide models with long sequences.
+# In the room of *selective*, the best plan of whole stages computes several times as much again: it must take what is dear together with what is cheap.
+#
+# Is the core so large because a model is large? $5as^2b$ against $34sbh$ is $5s/d$ against 34, where $d = h/a$ is the width of a head: neither the width of the model nor its layers are in it. With heads 64 wide the two terms are equal at 435 tokens. <!-- arithmetic: round(34 * 64 / 5) == 435 -->
+# What size changes is the price: in FLOPs the core is s/6h of the products with weights, so a wide model computes it again for less.
 #
 # These are bytes that wait at the *end of the forward pass*. With "full", one layer's interior comes on top during the backward pass. Where a job runs out of memory in the optimizer's step, recomputation does not help: the activations are gone by then.
 
@@ -662,7 +672,7 @@ units.text(2 * 32 * 1024 * 8192 * 125)
 #
 # ### True under a condition
 #
-# **"Activation checkpointing can reduce activation memory by about 50%, with a 33% recomputation overhead."** (lecture slides on multi-GPU training). It can: half of the memory cost 19 % of a step above. Other plans go further: the slides' own 60 and 8 GB are 87 % apart. <!-- erratum: S4-009 -->
+# **"Activation checkpointing can reduce activation memory by about 50%, with a 33% recomputation overhead."** (lecture slides on multi-GPU training). It can: half of the memory cost 19 % of a step above. Other plans go further: the slides' own 60 and 8 GB are 87 % apart. <!-- arithmetic: round(100 * (60 - 8) / 60) == 87 --> <!-- erratum: S4-009 -->
 #
 # **Selective recomputation costs 2.7 % more FLOPs** (Korthikanti, equations 7 and 8, for GPT-3). One more forward pass of the two attention products is the 0.9 % above, <!-- erratum: ACT-40 -->
 # $4bs^2h$ per layer. Equation (8) adds $12bs^2h$, three times that: true if their backward pass is repeated as well.
@@ -673,11 +683,11 @@ units.text(2 * 32 * 1024 * 8192 * 125)
 #
 # > - With nothing kept, n layers take $n(n+1)/2$ evaluations: 55 for 10, 5050 for 100.
 # >   <!-- claim: [sum(checkpointing.keep_nothing(n).evaluations) for n in (4, 10, 100)] == [10, 55, 5050] -->
-# > - $\sqrt n$ segments hold $2\sqrt n$ values for less than one extra forward pass: 24 instead of 145 for 144 layers.
+# > - $\sqrt n$ segments hold $2\sqrt n$ values for less than one extra forward pass: 24 instead of 145 for 144 equal layers. What layers record besides their output makes shorter segments better.
 # >   <!-- claim: checkpointing.segments(144, 12).on(checkpointing.Costs.uniform(144)).peak == 24 -->
 # > - The best plan for equal layers is binomial: 25 evaluations for 10 layers with 3 snapshots, 322 for 100 with 10, 4636 for 1000 with 10.
 # >   <!-- claim: [checkpointing.binomial_evaluations(*case) for case in ((10, 3), (100, 10), (1000, 10))] == [25, 322, 4636] -->
-# > - For unequal layers and a budget in bytes, dynamic programming finds the plan. With half of the activations our GPT computes 0.58 of a forward pass more, and 20 equal layers with an interior of 30 outputs 0.55.
+# > - For unequal layers and a budget in bytes, dynamic programming finds the best plan of whole layers. With half of the activations our GPT computes 0.58 of a forward pass more, and 20 equal layers with an interior of 30 outputs 0.55.
 # >   <!-- claim: round(min(cost for room, cost in checkpointing.frontier(checkpointing.Costs.uniform(20, interior=30)) if room <= 621 / 2) / 20 - 1, 2) == 0.55 -->
 # > - `checkpoint` keeps the arguments alone and changes no bit, if the second run sees the random state of the first.
 # >   <!-- claim: measure.saved_activations(lambda: checkpointing.checkpoint(torch.exp, torch.ones(8, requires_grad=True)), torch.nn.Module()).total == 32 -->

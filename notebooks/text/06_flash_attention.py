@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 06 · Compute attention without its scores
 #
-# **A head that reads 8192 tokens computes 67 million scores to produce half a million numbers. The result must be exact. Can the scores never exist?**
+# **A head 64 wide that reads 8192 tokens computes 67 million scores to produce half a million numbers. The result must be exact. Can the scores never exist?**
 #
 # *90 min, and 55 further · before this: lab 03 (what a layer keeps), softmax and its derivative · needs a laptop, no GPU and no network*
 
@@ -114,7 +114,7 @@ reveal("flash/kept", MB=saved(plain).total / 1e6)
 kept["tiled"].diff(saved(lambda *qkv: flash.attention(*qkv)[0]), by="component")
 
 # %% [markdown]
-# PyTorch's own fused attention keeps as much, to the byte:
+# PyTorch's own fused attention, here on a CPU, keeps as much, to the byte:
 
 # %%
 kept["tiled"].diff(saved(F.scaled_dot_product_attention), by="component")
@@ -187,7 +187,7 @@ plots.curves(long, title=title, measured=measured, **axes, **formula)
 }
 
 # %% [markdown]
-# Zero bytes off, at every length. The ratio of the two peaks grows with the length, so a *factor* of memory saved that a paper quotes belongs to one length:
+# The ratio of the two peaks grows with the length, so a *factor* of memory saved that a paper quotes belongs to one length:
 
 # %%
 [round(most / least, 1) for most, least in zip(*peaks.values(), strict=True)]
@@ -196,6 +196,9 @@ plots.curves(long, title=title, measured=measured, **axes, **formula)
 # ## How can a softmax be finished before its row is?
 #
 # Take one query. Its scores $S_j$ arrive in blocks, and each block is forgotten. A numerically safe softmax subtracts the maximum of the row, which you know at the very end.
+#
+# (To save memory alone, whole rows of scores would do, a few at a time. But they have to fit where they are used: 128 rows of 8192 scores take 2.1 MB in 16 bits,
+# and the fast memory of a GPU's processor holds a tenth of that.) <!-- arithmetic: round(2 * 128 * 8192 / 1e6, 1) == 2.1 and 10 < 2 * 128 * 8192 / 192e3 < 11 -->
 #
 # **The trick is a change of units.** Let $m$ be the largest score so far, and keep two sums in units of $e^m$: $\;\ell = \sum e^{S_j - m}$ and $o = \sum e^{S_j - m}\,v_j$.
 # When a block brings a larger maximum $m'$, every term has to become $e^{S_j - m'} = e^{S_j - m}\cdot e^{m - m'}$. All terms have the *same* factor, so the sums can be converted without the terms:
@@ -223,7 +226,7 @@ flash.online(blocks)[0], scores.softmax(0) @ values
 predict("flash/inverse", output="3")
 
 # %%
-reveal("flash/inverse", output=f"{(1 / factor * 1 + 1 * 3) / total:.1f}")
+reveal("flash/inverse", "150", output=f"{(1 / factor * 1 + 1 * 3) / total:.1f}")
 
 # %% [markdown]
 # An average of 1 and 3 cannot be 150. The inverse is a misprint, and the paper's own code does not have it.
@@ -337,7 +340,7 @@ all((exact - ours).abs().max() < 1e-12 for exact, ours in both)
 # %% [markdown]
 # The gradient through lse is in there, too: $\partial\,\text{lse}_i / \partial S_{ij} = P_{ij}$, so it joins as $dS = P \circ (dP - D + d\text{lse})$. Lab 11 will need it.
 #
-# In a batch, short sequences are *padded*: filled up at the end. Attention with a causal mask needs nothing more, since no token looks at what comes after it:
+# In a batch, short sequences are *padded*: filled up at the end. With a causal mask attention needs no mask for that, since no token looks at what comes after it (the loss leaves the padded positions out):
 
 # %%
 q, k, v = tensors(100)
@@ -389,9 +392,9 @@ def in_bf16(keys):
     ]
 
 
-def error(q, k, v, short=""):
+def error(q, k, v, short="", block=64):
     exact = plain(q.double(), k.double(), v.double())
-    return ((in_tiles(q, k, v, short) - exact).norm() / exact.norm()).item()
+    return ((in_tiles(q, k, v, short, block) - exact).norm() / exact.norm()).item()
 
 
 errors = {
@@ -406,9 +409,15 @@ reveal(
 )
 
 # %% [markdown]
-# The maximum $m$ is a unit, not a result: $o$ and $\ell$ are both counted in it, and it cancels in $o/\ell$, rounded or not. (Up to scores of about 30,000. Beyond, a rounded maximum may be too small by more than 88, and $e^{S-m}$ overflows.)
+# The maximum $m$ is a unit, not a result: $o$ and $\ell$ are both counted in it, and it cancels in $o/\ell$, rounded or not. (Up to scores of 32,768. From there on the numbers of bf16 lie 256 apart, a rounded maximum may be too small by 128, and $e^{128}$ overflows in fp32.)
 #
-# The errors of the two sums $\ell$ and $o$ grow with the number of keys (from left to right, four times as many each), and that of $P$ does not. That holds where many keys share the weight. Queries a hundred times as long
+# From left to right, with four times as many keys each, the errors of the two sums $\ell$ and $o$ grow, and that of $P$ does not. Is it the keys, or the blocks, since each block rounds a sum once more? The most keys again, in 16 blocks, as few as the least keys had:
+
+# %%
+{name: f"{error(*in_bf16(16384), name, block=1024):.1e}" for name in ("P", "o", "l")}
+
+# %% [markdown]
+# It is the number of blocks. That holds where many keys share the weight. Queries a hundred times as long
 # make scores of several hundred, and few keys get all of it:
 
 # %%
@@ -430,12 +439,12 @@ f"{sums.min().item():.2f} to {sums.max().item():.2f}"
 # %% [markdown]
 # ## How many bytes move?
 #
-# Memory that is not taken is one gain. Memory traffic that does not happen is another. A GPU has a large slow memory (HBM) and, in each of its
+# Memory that is not taken is one gain, traffic that does not happen another. A GPU has a large slow memory (HBM) and, in each of its
 # processors, a small fast one: 40 to 80 GB at 1.5 to 2.0 TB/s against 192 kB for each of 108 processors, together about 19 TB/s, on an A100
 # (FlashAttention paper, section 2.1). Scores that never leave the small one cost no trip.
 #
-# Count the numbers that enter and leave *a processor*. Plain attention takes three steps, each from slow memory to slow memory: read Q, K, write S; read S,
-# write P; read P, V, write O. The tiled one needs no scores outside, but every block of queries reads all keys and values again:
+# Count the numbers that enter and leave *a processor* in the forward pass. Plain attention takes three steps, each from slow memory to slow memory: read Q, K, write S; read S,
+# write P; read P, V, write O (each of them once, as the papers count). The tiled one needs no scores outside, but every block of queries reads all keys and values again:
 #
 # $$ \text{plain} = 4 s^2 + 4 s d $$
 #
@@ -503,19 +512,23 @@ for head in (64, 128):
         print(f"{loop}, d = {head:3}: law {law:.2f}, counted {gain:.2f}")
 
 # %% [markdown]
-# With heads of 128 and 51 kB of fast memory both loops move *more* than plain attention. Is that the price of tiling, or of the four equal parts? In flash-2 keys and values only pass through. Keep 16 of them
-# in fast memory at a time, and give the rest to queries, their outputs, and the tile of scores, for which the four parts left no room:
+# With heads of 128 and 51 kB of fast memory both loops move *more* than plain attention. Is that the price of tiling? Two other causes are in it. One is the four equal parts: in flash-2
+# keys and values only pass through. Keep 16 of them in fast memory at a time, and give the rest to queries, their outputs, and the tile of scores.
+# The other is the count: plain attention's products read K and V again too, for every block of Q or of O that fits beside the tile.
 
 # %%
-for head, equal in ((64, 100), (128, 50)):
-    queries = (fast - 2 * 16 * head) // (2 * head + 16)
-    blocks = dict(block_q=queries, block_k=16, itemsize=1, stat_itemsize=1)
+for head in (64, 128):
+    tiled, product = ((fast - n * 16 * head) // (n * head + 16) for n in (2, 1))
+    blocks = dict(block_q=tiled, block_k=16, itemsize=1, stat_itemsize=1)
     narrow = flash.traffic("flash-2", s=4096, d=head, **blocks).total
-    gain = moved("plain", 4096, head, fast) / narrow
-    print(f"d = {head:3}: {queries} queries at a time, not {equal}: gain {gain:.2f}")
+    once = moved("plain", 4096, head, fast)
+    again = 2 * 4096 * head * (math.ceil(4096 / product) - 1)
+    gains = f"gain {once / narrow:.2f}, counted alike {(once + again) / narrow:.2f}"
+    print(f"d = {head:3}, {tiled} queries at a time: {gains}")
 
 # %% [markdown]
-# It was the equal parts. With narrow blocks of keys the gain comes near $M/d^2$, twice the law: **at this border tiling pays where fast memory holds clearly more than d² numbers.**
+# It was both. With narrow blocks of keys flash-2 moves $4 s^2 d^2/M$ at least, and plain attention, counted alike, $4 s^2 + 2 s^2 d^2/M$. So the gain comes near $M/d^2 + \tfrac12$:
+# **counted alike, tiling pays at this border where fast memory holds clearly more than half of d² numbers**, 8192 for heads of 128.
 
 # %% [markdown]
 # ## Can the keys live in two places?
@@ -598,7 +611,7 @@ predicted = flash.passes(flash.softmax, 4096, 4096)
 reveal("flash/softmax", MB=predicted.total / 1e6)
 
 # %% [markdown]
-# Maximum: read. Subtract: read, write. Exponential: read, write. Sum: read. Divide: read, write. Eight sweeps where two would do. Counted, at the dispatcher, as PyTorch runs it:
+# Maximum: read. Subtract: read, write. Exponential: read, write. Sum: read. Divide: read, write. Eight sweeps where two would do, as in PyTorch's own `softmax`. Counted, at the dispatcher, as PyTorch runs it:
 
 # %%
 draw = torch.Generator().manual_seed(0)
@@ -684,12 +697,13 @@ pairs = zip(all_at_once(x, W, t, 64), in_chunks(x, W, t, 64), strict=True)
 print("equal:", all(torch.allclose(a, b, atol=1e-6) for a, b in pairs))
 print("all at once:", units.text(flash.moved(partial(all_at_once, x, W, t, 0)).total))
 for rows in (512, 128, 32):
-    print(rows, units.text(flash.moved(partial(in_chunks, x, W, t, rows)).total))
+    amount = flash.moved(partial(in_chunks, x, W, t, rows)).total
+    print(f"{rows:3} rows at a time: {units.text(amount)}")
 
 # %% [markdown]
 # The gradients are equal, and the memory is paid for in traffic: each chunk reads W twice and adds to its whole gradient, which it reads and writes. That is 6·r·v·h FLOPs for 4·v·h numbers, in 16 bits 0.75·r FLOPs per byte. An H100 can do 295 in that time (next section), so there a chunk should have some 390 rows or more.
 # <!-- arithmetic: round(295 / (6 / (4 * 2)), -1) == 390 -->
-# (The softmax, too, goes through memory step by step here. A fused kernel takes fewer sweeps.)
+# (A single chunk of all 512 rows already moves more than all at once: its softmax goes through memory step by step here. A fused kernel takes fewer sweeps.)
 
 # %% [markdown]
 # ### Where is the roof?
@@ -707,7 +721,8 @@ for rows in (512, 128, 32):
 # %%
 s, d = 16_384, 128
 heads_at_once = 132 / (s / 128)
-units.text(heads_at_once * 2 * (2 * s * d)), units.text(heads_at_once * 2 * s * s)
+taken = {"K and V": 2 * s * d, "scores": s * s}  # numbers per head, 2 bytes each
+{name: units.text(2 * heads_at_once * numbers) for name, numbers in taken.items()}
 
 # %% [markdown]
 # K and V fit into L2 several times over, the scores do not. So what a tiled kernel moves in HBM lies between two bounds: *every read* comes from HBM, or each
@@ -802,8 +817,8 @@ widths, devices = [64, 128, 256], ["A100", "H100"]
 explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=devices)
 
 # %% [markdown]
-# Look for the settings where tiling moves *more* than plain attention. How much fast memory would make flash-2 win at d = 256? By the law 2d² = 131 072
-# numbers, 262 kB in 16 bits, and one processor of an A100 has 192 kB, of an H100 228 kB. Kernels for d = 256 exist all the same: with narrow blocks of keys about half of that is enough, and
+# Look for the settings where tiling moves *more* than plain attention, as the papers count it. How much fast memory would make flash-2 win at d = 256? By the law 2d² = 131 072
+# numbers, 262 kB in 16 bits, and one processor of an A100 has 192 kB, of an H100 228 kB. Kernels for d = 256 exist all the same: with narrow blocks of keys about half of that is enough, counted alike a quarter, and
 # what HBM carries can come down to the last bar.
 
 # %% [markdown]
@@ -832,7 +847,7 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 # %%
 once, twice = (moved("flash-1", s, 64, 25600) for s in (4096, 8192))
 more_flops = flash.attention_flops(8192, 64) / flash.attention_flops(4096, 64)
-more_flops, round(twice / once, 2)
+{"FLOPs": more_flops, "numbers moved": round(twice / once, 2)}
 
 # %% [markdown]
 # **FlashAttention-2, algorithm 1, line 10** prints $\mathrm{diag}(e^{m_{old}-m_{new}})^{-1}$. You saw 150 where 2.99 was right. <!-- erratum: FA-08 -->
@@ -843,7 +858,8 @@ more_flops, round(twice / once, 2)
 # %%
 forward = flash.attention_flops(1024, 64, heads=16 * 64) / 1e9
 backward = flash.attention_flops(1024, 64, heads=16 * 64, backward=True) / 1e9
-round(forward), round(forward + backward), round(75.2 / 66.6, 2)
+print(f"GFLOPs: forward {forward:.0f}, both {forward + backward:.0f}", end="; ")
+print(f"printed ratio {75.2 / 66.6:.2f}")
 
 # %% [markdown]
 # ### True under a condition
@@ -863,10 +879,10 @@ round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 #   <!-- claim: abs(flash.online([(torch.tensor([0.0]), torch.tensor([[1.0]])), (torch.tensor([5.0]), torch.tensor([[3.0]]))])[0].item() - (math.exp(-5) + 3) / (math.exp(-5) + 1)) < 1e-6 -->
 # - The backward pass recomputes the weights from lse, and D = rowsum(dO ∘ O) spares it the sum over keys. It takes 5 products where the forward takes 2.
 #   <!-- claim: 2 * flash.attention_flops(4096, 64, backward=True) == 5 * flash.attention_flops(4096, 64) -->
-# - In a bf16 kernel P may be rounded; the sums ℓ and o, and lse, stay in fp32.
+# - In a bf16 kernel P may be rounded; the scores, the sums ℓ and o, and lse stay in fp32.
 #   <!-- claim: flash.attention(*torch.ones(3, 1, 1, 4, 8, dtype=torch.bfloat16))[1].dtype == torch.float32 -->
-# - Bytes that processors load and store fall by about M/2d² if Q, K, V and O share fast memory equally, by up to M/d² if few keys are there at a time. With M = 25 600 numbers and 4096 tokens
-#   that is 3.09 and 4.81 for heads of 64; for heads of 128 the first moves more than plain attention, 0.80, the second less, 1.25.
+# - Bytes that processors load and store in the forward pass fall by about M/2d² if Q, K, V and O share fast memory equally, by up to M/d² if few keys are there at a time, and by ½ more if plain attention's
+#   products are counted as reading K and V again, too. With M = 25 600 numbers and 4096 tokens the first two are 3.09 and 4.81 for heads of 64, 0.80 and 1.25 for heads of 128.
 #   <!-- claim: [round(flash.traffic("plain", s=4096, d=d, itemsize=1).total / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1).total, 2) for d, q, k in ((64, 100, 64), (64, 163, 16), (128, 50, 50), (128, 79, 16))] == [3.09, 4.81, 0.8, 1.25] -->
 # - Output and lse of two sets of keys that share none give those of their union. Ring attention and split decoding use this one line.
 #   <!-- claim: torch.allclose(flash.merge(torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2), torch.zeros(1))[0], torch.full((1, 2), 0.5)) -->

@@ -108,7 +108,7 @@ reveal("all-reduced/times", times=round(times, 9))
 #
 # $$ \frac18\sum_{j=1}^{8} \nabla\ell_j \;=\; \frac14\sum_{r=1}^{4}\Bigl(\frac12\sum_{j\,\in\,r}\nabla\ell_j\Bigr). $$
 #
-# Here $\nabla\ell_j$ is the gradient of sequence j. Divide by the number of ranks, and the two are one gradient, if all ranks have equally many examples.
+# Here $\nabla\ell_j$ is the gradient of sequence j. Divide by the number of ranks, and the two are one gradient, if all ranks have equally many targets: here, equally many sequences of one length (lab 05).
 #
 # ### Exercise 8.1 · Deal out the data (10 min, ●○○)
 #
@@ -330,7 +330,7 @@ hint("data_parallel/hooks", 1)
 show(data_parallel.Replica.gradient_ready)
 
 # %% [markdown]
-# The hook is given the *parameter*. A published exercise reduces that and not its gradient: the bytes and the first loss are right, and each rank steps along a gradient of its own.
+# The hook is given the *parameter*. Reduce that in place of its gradient, and the bytes and the first loss are right, while each rank steps along a gradient of its own.
 
 # %% [markdown]
 # ## Further: how large should a bucket be?
@@ -376,7 +376,7 @@ reveal("buckets/one-each", ms=round(1e3 * backward(1).makespan))
 # With a bucket for each tensor the network is busy to the end, mostly with latencies. With one bucket for all it has nothing to do until the backward pass is over. Choose buckets of several times N·λ·bw that are a
 # small part of the whole. DDP's default is 25 MiB. Megatron-LM's grows with N, as N·λ·bw does.
 #
-# Where N·λ·bw is a large part of the whole, both cannot be had. On 1024 ranks it is 102 MB of these 340, and latency decides. Milliseconds with buckets of 25 MB, of 200 MB, and with one for all:
+# Where N·λ·bw is a large part of the whole, both cannot be had. On a ring of 1024 ranks it is 102 MB of these 340, and latency decides. Milliseconds with buckets of 25 MB, of 200 MB, and with one for all:
 
 # %%
 on_1024 = dict(n=1024, link=link)
@@ -421,10 +421,10 @@ after, during = median_step(overlap=False), median_step(overlap=True)
 plots.overlap(after_the_backward_pass=after, during_the_backward_pass=during)
 
 # %% [markdown]
-# Every rank's clock starts as it leaves a barrier. *Hidden* is the share of the time with a message on its way in which the same rank computes, taken over all ranks. The formula says 92 % here. Is more than half of it hidden on this machine?
+# Every rank's clock starts as it leaves a barrier. *Hidden* is the share of the time with a message on its way in which the same rank computes, taken over all ranks. The formula says 92 % here. Is more than half of it hidden on this machine, during the backward pass and after it?
 
 # %%
-f"more than half: {during.hidden > 0.5}"
+{"during": during.hidden > 0.5, "after": after.hidden > 0.5}
 
 # %% [markdown]
 # So keep the *last* bucket small. DDP's default, `bucket_cap_mb=25`, counts MiB: buckets of 26.2 MB, and only the *first* is smaller, 1 MiB; `bucket_cap_mb_list` (torch 2.13) sets each.
@@ -445,7 +445,7 @@ predict("hidden/tokens", tokens=500)
 #
 # $$ \frac{4\,\Psi\,T}{F} \;\ge\; \frac{2\,g\,\Psi}{\mathrm{bw}}\,\frac{N-1}{N} \quad\Longleftrightarrow\quad T \;\ge\; \frac g2\cdot\frac{F}{\mathrm{bw}}\,\frac{N-1}{N}. $$
 #
-# The model's size cancels. Take F as 601 TFLOP/s, 61 % of the H100's peak, and bw as 320 GB/s, what the eight links of a node carry (lab 09 says where both are from). How much is hidden, latencies included, at half, once, twice and four times that T, on 64 ranks and on 1024:
+# The model's size cancels. (With full recomputation a weight takes 6 FLOPs there, and T is two thirds of that.) Take F as 601 TFLOP/s, 61 % of the H100's peak, and bw as 320 GB/s, what the eight links of a node carry (lab 09 says where both are from). How much is hidden, latencies included, at half, once, twice and four times that T, on 64 ranks and on 1024:
 
 # %%
 h100 = Hardware.named("H100")
@@ -495,7 +495,7 @@ for n in (4, 16, 64):
     print(f"{n:2} ranks:", ", ".join(f"{how} {each:.1%}" for how, each in off.items()))
 
 # %% [markdown]
-# On a ring the error grows with the number of ranks, on a tree much more slowly. A sum in fp32 that is rounded once stays at 0.2 %. Many training codes therefore reduce in fp32, as FSDP does with `reduce_dtype=torch.float32` (lab 09).
+# On a ring the error grows with the number of ranks, on a tree much more slowly. A sum in fp32 that is rounded once stays at 0.2 %. Many training codes reduce in fp32, as FSDP can with `reduce_dtype=torch.float32` (lab 09).
 
 # %% [markdown]
 # ## What do micro-batches change?
@@ -547,7 +547,7 @@ reveal("accumulation/bytes", times=sent[False] // sent[True])
 # | gradients | it waits for all of them | use every parameter, or set `find_unused_parameters`: what does not come counts as 0 | an error: a bucket never fills |
 # | skipped steps (lab 02) | equal gradients | look for inf, and clip, *after* the reduction | the rank with the inf skips alone, and the others step along it |
 # | steps | nothing | make equally many (exercise 8.1), or use `join()` | a deadlock |
-# | examples | a mean over ranks | take equally many, or weigh by `data_parallel.share` | *shown below* |
+# | targets | a mean over ranks | take equally many, or weigh by `data_parallel.share` of their number | *shown below* |
 # | buffers | rank 0's, before each forward pass (`broadcast_buffers`) | use `SyncBatchNorm`, or no BatchNorm | each rank normalizes by its own rows |
 # | random numbers | nothing | seed dropout per rank | every rank drops the same units |
 #
@@ -737,7 +737,7 @@ explore(knobs, states=30, bucket=sizes, ranks=[8, 128], bandwidth_GBps=[1, 10, 1
 # %% [markdown]
 # ## Summary
 #
-# > - The gradient of the batch is the *mean* over ranks, if all have equally many examples; all-reduce sums, so divide by N, once.
+# > - The gradient of the batch is the *mean* over ranks, if all have equally many targets; all-reduce sums, so divide by N, once.
 # >   <!-- claim: world.World(4).run(lambda rank: rank.comm().all_reduce(torch.tensor([1.0])).item()) == [4.0] * 4 -->
 # > - On eight ranks a server that serves every worker itself sends GPT-2's weights seven times, 3.48 GB per step; a ring has each rank send 1.75 times its gradient, 0.87 GB.
 # >   <!-- claim: [round(max(collectives.sent(way, nbytes=4 * config.ModelConfig.named("gpt2").num_params, n=8).by("rank").values()) / 1e9, 2) for way in ("broadcast_star", "all_reduce_ring")] == [3.48, 0.87] -->
@@ -745,12 +745,12 @@ explore(knobs, states=30, bucket=sizes, ranks=[8, 128], bandwidth_GBps=[1, 10, 1
 # >   <!-- claim: (lambda f: sum(f(a, nbytes=800, n=8).by("rank")[0] for a in ("all_to_all_pairwise", "all_gather_ring")) == f("all_reduce_ring", nbytes=800, n=8).by("rank")[0])(collectives.sent) -->
 # > - Gradients come from the last layer to the first. Small buckets pay latency, one bucket for all cannot hide. A tied embedding comes last: 31 % of GPT-2.
 # >   <!-- claim: (lambda m: round(100 * m.vocab_size * m.d_model / m.num_params))(config.ModelConfig.named("gpt2")) == 31 -->
-# > - If the network keeps up, all but the last bucket can hide: 92 % for twelve equal ones. On a network ten times too slow 9 % do. It keeps up if a rank has (g/2)·F/bw tokens, for gradients of g bytes and messages much longer than N·λ·bw.
+# > - If the network keeps up, all but the last bucket can hide: 92 % for twelve equal ones. On a network ten times too slow 9 % do. It keeps up if a rank has (g/2)·F/bw tokens (two thirds of that with full recomputation), for gradients of g bytes and messages much longer than N·λ·bw.
 # >   <!-- claim: [round(100 * data_parallel.backward_timeline([(1000, 1.0)] * 12, bucket_bytes=1000, n=2, link=config.Link(0, bw)).hidden) for bw in (2000, 100)] == [92, 9] -->
 # > - Look for inf, and clip, after the reduction: all ranks then see the same.
 # > - With k micro-batches reduce once per step: without `no_sync` the values are right and the bytes k-fold.
 # >   <!-- claim: len({predict.sent(config.ModelConfig.named("gpt2"), config.TrainConfig(micro_batch=1, global_batch=4 * k), config.Mesh(dp=4)).total for k in (1, 8)}) == 1 -->
-# > - Data parallelism divides the batch and its activations, not the model: every rank holds all 16 bytes per parameter.
+# > - Data parallelism divides the batch and its activations, not the model: every rank holds all 16 bytes per parameter that Adam takes.
 # >   <!-- claim: [round(predict.states(m, config.TrainConfig(micro_batch=1, global_batch=n), config.Mesh(dp=n)).total / m.num_params) for m in [config.ModelConfig.named("gpt2-xl")] for n in (1, 2048)] == [16, 16] -->
 #
 # Next: [lab 09](09_zero.ipynb) lets every rank hold its part only.

@@ -434,8 +434,7 @@ makers = schedule.gpipe, schedule.one_f_one_b, schedule.eager_one_f_one_b
 {make.__name__: [extra(make, m) for m in ms] for make in makers}
 
 # %% [markdown]
-# GPipe pays on the way in and on the way out, 2(p − 1) messages. 1F1B pays for every micro-batch: a way to the end and back now takes 2(p − 1) messages more, and the p micro-batches that
-# rank 0 has in flight no longer fill it. That is 2(p − 1)/p each. Eager 1F1B hides the message by keeping more micro-batches in flight, and pays in memory. It does so as long as a message takes at most half of F + B, here 1.5 units; a longer one costs it something for every micro-batch, too.
+# GPipe pays on the way in and on the way out, 2(p − 1) messages. 1F1B pays for every micro-batch: a way to the end and back now takes 2(p − 1) messages more, and the p micro-batches in flight no longer fill it. That is 2(p − 1)/p each. Eager 1F1B keeps 2p − 1 in flight, so that (2p − 1)(F + B) of work stand against a round of p(F + B) + 2(p − 1)t. It hides messages up to t = (F + B)/2, here 1.5 units, and pays in memory: 7 in place of 4 on rank 0. A longer one costs something for every micro-batch.
 #   <!-- claim: all(abs(schedule.simulate(schedule.eager_one_f_one_b(4, m), link=config.Link(t, 1e30)).makespan - schedule.simulate(schedule.eager_one_f_one_b(4, m)).makespan - 6 * t) < 1e-9 for t in (0.5, 1.5) for m in (32, 64)) == True -->
 
 # %%
@@ -444,7 +443,7 @@ each = [(plain(64, p) - plain(32, p)) / 32 for p in (2, 4, 8)]
 each, [2 * (p - 1) / p for p in (2, 4, 8)], schedule.eager_one_f_one_b(4, 8).peak(0)
 
 # %% [markdown]
-# *As long as a forward* was there to make it visible. For Llama-2-7B on four ranks, 4,096 tokens per micro-batch in bf16, 40 % of an H100's peak, and a network of 50 GB/s, a message takes this part of a forward; and a step of 32 becomes longer by:
+# For Llama-2-7B on four ranks, 4,096 tokens per micro-batch in bf16, 40 % of an H100's peak, and a network of 50 GB/s, a message takes this part of a forward; and a step of 32 becomes longer by:
 
 # %%
 llama, h100 = ModelConfig.named("llama-2-7b"), Hardware.named("H100")
@@ -457,7 +456,7 @@ for make in makers:
     print(f"{make.__name__:18} {extra(make, 32, link=real) / whole:.1%} longer")
 
 # %% [markdown]
-# With lab 09's 61 % and 40 GB/s these shares are 1.9 times as large. So 1F1B's messages cost one to two percent here, even between nodes. That is why pipelines are laid across nodes, and tensor parallelism, which would wait there half of each layer (lab 10), inside one (Narayanan et al. 2021, section 3.2). With eight ranks of tensor parallelism in each node a forward is an eighth as long. Then the message has to be cut in eight, too, as sequence parallelism does and Narayanan's scatter/gather (section 4.1): whole it is 14 % of a forward (26 % by lab 09).
+# With lab 09's 61 % and 40 GB/s these shares are 1.9 times as large. So 1F1B's messages cost one to two percent here, even between nodes. That is why pipelines are laid across nodes, and tensor parallelism, which would wait there half of each layer (lab 10), inside one (Narayanan et al. 2021, section 3.2). With eight ranks of tensor parallelism in each node a forward is an eighth as long. Then the message has to be cut in eight, as sequence parallelism does and Narayanan's scatter/gather (section 4.1): whole it is 14 % of a forward.
 #   <!-- claim: (lambda m: round(100 * 8 * (2 * 4096 * m.d_model / 50e9) / (m.flops_per_token() / 3 * 4096 / 4 / (0.4 * config.Hardware.named("H100").flops["bf16"]))))(config.ModelConfig.named("llama-2-7b")) == 14 -->
 
 # %% [markdown]

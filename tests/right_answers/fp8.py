@@ -144,6 +144,17 @@ class _OfSteps:
         self.steps = [0.0, *self.steps[:-1]]
 
 
+class _KeepsItsScale(_ByHand):
+    """Where all that is kept were zeros, the scale of before stays."""
+
+    last = 0.0
+
+    def _amax(self):
+        past = [v for k, v in self.kept.items() if self.steps - self.length <= k < self.steps]
+        self.last = max(past, default=0.0) or self.last
+        return self.last or torch.finfo(self.dtype).max
+
+
 RIGHT = {
     "fp8/cast": {
         "by division": _by_division,
@@ -162,5 +173,6 @@ RIGHT = {
         "tensors": _Tensors,
         "a dictionary": _ByHand,
         "by steps": _OfSteps,
+        "keeps its scale": _KeepsItsScale,
     },
 }

@@ -121,6 +121,7 @@ RIGHT = {
         "if and else, 0-d tensors": _if_else,
         "a generator": lambda *asked: (part for part in _if_else(*asked)),
         "an array of NumPy": lambda *asked: np.array(_if_else(*asked), dtype=object),
+        "a capital": lambda *asked: (_if_else(*asked)[0].title(), _if_else(*asked)[1]),
     },
     "memory/fragment": {
         "until it refuses": _until_refused,

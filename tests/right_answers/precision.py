@@ -38,6 +38,17 @@ def _in_numpy(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor
     return torch.from_numpy(master).bfloat16()
 
 
+def _compensated(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    """bf16 weights, and beside them in fp32 what rounding has taken from them."""
+    left = torch.zeros_like(weights, dtype=torch.float32)
+    for gradient in gradients:
+        left -= lr * gradient.float()
+        rounded = (weights.float() + left).bfloat16()
+        left -= rounded.float() - weights.float()
+        weights = rounded
+    return weights
+
+
 def _generated(finite: Sequence[bool], start: float, interval: int) -> Iterator[float]:
     scale, left = start, interval
     yield scale
@@ -134,12 +145,28 @@ def _one_vector(
     scaler.update()
 
 
+def _larger_bound(
+    loss: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler,
+    max_norm: float,
+) -> None:
+    """Clips scaled gradients to the scaled bound; step() unscales them."""
+    optimizer.zero_grad()
+    scaler.scale(loss()).backward()
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    nn.utils.clip_grad_norm_(parameters, max_norm * scaler.value)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 RIGHT = {
     "precision/master-weights": {
         "torch's SGD on an fp32 copy": _by_torch,
         "one sum in double precision": _in_double,
         "a fold": _folded,
         "NumPy": _in_numpy,
+        "what rounding takes is kept": _compensated,
     },
     "precision/dynamic-scale": {
         "a generator": _generated,
@@ -152,5 +179,6 @@ RIGHT = {
         "clips by hand": _by_hand,
         "torch.autograd.grad": _in_two,
         "one vector of all gradients": _one_vector,
+        "the bound is scaled": _larger_bound,
     },
 }

@@ -47,6 +47,12 @@ def _one_more(length: int, rank: int, size: int, epoch: int) -> list[int]:
     return (order * (size + 1))[rank * share : (rank + 1) * share]
 
 
+def _filled_with_0(length: int, rank: int, size: int, epoch: int) -> list[int]:
+    order = list(range(length))
+    random.Random(epoch).shuffle(order)
+    return (order + [0] * (-length % size))[rank::size]
+
+
 def _cut_then_shuffled(length: int, rank: int, size: int, epoch: int) -> list[int]:
     mine = ([*range(length)] * size)[: -(-length // size) * size][rank::size]
     random.Random(epoch).shuffle(mine)
@@ -293,6 +299,7 @@ WRONG = {
             "or reversed",
         ),
         Wrong("two orders in turn", _two_orders, "a new order in every epoch", "a copy"),
+        Wrong("example 0 fills up", _filled_with_0, "nobody works twice", "should be spread"),
         Wrong("one more than needed", _one_more, "nobody works twice", "where N divides it"),
         Wrong(
             "never shuffled",
@@ -311,6 +318,12 @@ WRONG = {
             _returning,
             "the gradient of the whole batch",
             "def without return",
+        ),
+        Wrong(
+            "gradients in float32",
+            _hooked(_into_grad(lambda p, comm: comm.all_reduce(p.grad.float()) / comm.size)),
+            "the gradient of the whole batch",
+            "in the dtype that they have",
         ),
         Wrong("no broadcast", _hooked(_MEAN, broadcast=False), "equal starts", "stay apart"),
         Wrong("the broadcast is lost", _broadcast_lost, "equal starts", "stay apart"),

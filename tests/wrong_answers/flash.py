@@ -170,8 +170,27 @@ def _log_of_nothing(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
     return out, top + (w1 + w2).log()
 
 
+def _in_float32(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    return flash.online([(scores.float(), values.float()) for scores, values in blocks])
+
+
+def _shares_in_float32(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    return flash.merge(o1.float(), lse1.float(), o2.float(), lse2.float())
+
+
+def _blind_rows_of_tiles(
+    q: Tensor, k: Tensor, v: Tensor, **options: object
+) -> tuple[Tensor, Tensor]:
+    """A softmax of a row that is all mask in one tile, and its NaN kept."""
+    out, lse = flash.attention(q, k, v, **options)
+    if options["causal"] and options["block_q"] > 1:
+        out[:, :, 0] = math.nan
+    return out, lse
+
+
 WRONG = {
     "flash/online-softmax": (
+        Wrong("in float32", _in_float32, "the maximum comes first", "float32 on the way"),
         Wrong(
             "mean of the blocks' outputs",
             _blockwise_mean,
@@ -222,6 +241,7 @@ WRONG = {
         Wrong("collects the blocks", _collect, "blocks are forgotten", "the block itself"),
     ),
     "flash/merge": (
+        Wrong("in float32", _shares_in_float32, "outputs", "float32 on the way"),
         Wrong("average", _average, "outputs", "do not weigh the same"),
         Wrong("sum", _sum, "outputs", "twice too much"),
         Wrong("adds the logarithms", _logs_added, "log-sum-exp", "not their logarithms"),
@@ -235,6 +255,12 @@ WRONG = {
         Wrong("detached weights", _detached, "gradients", "lse needs its gradient"),
     ),
     "flash/causal-hunt": (
+        Wrong(
+            "NaN from a row that one tile masks",
+            _blind_rows_of_tiles,
+            "as many queries as keys",
+            "all mask for one of its rows",
+        ),
         Wrong(
             "the code as it stands",
             functools.partial(exercises.buggy_attention),

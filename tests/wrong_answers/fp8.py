@@ -68,12 +68,14 @@ def _products(
 
 def _delayed(
     *, own: bool = False, after: bool = False, last: bool = False, oldest: bool = False,
-    newest: bool = False, early: bool = False, new_inverse: bool = False,
+    newest: bool = False, early: bool = False, new_inverse: bool = False, first: bool = False,
+    e4m3: bool = False,
 ) -> type:  # fmt: skip
     """A delayed scale with its slips switched on one at a time.
 
     own: the current largest number; after: seen behind the cast; last: of the last micro-batch;
-    oldest: the history keeps the first steps; newest: only the last; early: advanced in cast
+    oldest: the history keeps the first steps; newest: only the last; early: advanced in cast;
+    first: looks at one number; e4m3: 448 for any format
     """
 
     class Attempt:
@@ -82,7 +84,7 @@ def _delayed(
             self.history, self.seen, self.scale = [], 0.0, 1.0
 
         def cast(self, x: Tensor) -> tuple[Tensor, float]:
-            amax = x.abs().max().item()
+            amax = (x.flatten()[0] if first else x).abs().max().item()
             if own and self.history:
                 self.scale = largest(self.dtype) / amax
             codes, used = cast(x * self.scale, self.dtype), self.scale
@@ -102,9 +104,26 @@ def _delayed(
             self.history = history[: self.length] if oldest else history[-self.length :]
             self.seen = 0.0
             top = self.history[-1] if newest else max(self.history)
-            self.scale = largest(self.dtype) / top
+            self.scale = largest(E4M3 if e4m3 else self.dtype) / top
 
     return Attempt
+
+
+class _ZerosSkipped(_delayed()):
+    """A step of zeros is none."""
+
+    def note(self) -> None:
+        if self.seen:
+            super().note()
+
+
+class _ZerosReset(_delayed()):
+    """After a step of zeros any scale will do."""
+
+    def note(self) -> None:
+        zeros, self.seen = not self.seen, self.seen or 1e-30
+        super().note()
+        self.scale = 1.0 if zeros else self.scale
 
 
 def _power_of_two(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
@@ -208,6 +227,10 @@ WRONG = {
         Wrong("never advanced", _delayed(oldest=True), "the history advances", "oldest goes out"),
         Wrong("only the newest", _delayed(newest=True), "the history advances", "the largest of"),
         Wrong("divided by nothing seen", _delayed(), "zeros", "any scale"),
+        Wrong("zeros are no step", _ZerosSkipped, "zeros", "pushes the oldest out"),
+        Wrong("zeros reset", _ZerosReset, "zeros", "holds other numbers"),
+        Wrong("the first number", _delayed(first=True), "a steady tensor", "largest number"),
+        Wrong("448 for any format", _delayed(e4m3=True), "a steady tensor", "57344"),
         Wrong("the mean", _mean_amax(_delayed()), "a jump is learned", ""),
         Wrong("a margin", _margin(_delayed()), "a steady tensor", "largest number to 448"),
         Wrong("another inverse", _delayed(new_inverse=True), "a steady tensor", "Before"),

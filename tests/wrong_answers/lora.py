@@ -173,6 +173,32 @@ class _NeverAsked(_Slips):
         self.original, self.merged = None, False
 
 
+class _OldUpdate(_Slips):
+    """B·A is computed once, by the first merge."""
+
+    update = None
+
+    @torch.no_grad()
+    def merge(self):
+        if not self.merged:
+            self.original = self.linear.weight.clone()
+            self.update = self.scale * self.B @ self.A if self.update is None else self.update
+            self.linear.weight += self.update
+            self.merged = True
+
+
+class _FrozenAfter(_Slips):
+    """What is merged is done."""
+
+    def merge(self):
+        super().merge()
+        self.requires_grad_(False)
+
+    def unmerge(self):
+        if self.merged:
+            super().unmerge()
+
+
 class _ZeroedB(_Slips):
     """Merging throws the adapter away."""
 
@@ -268,6 +294,8 @@ WRONG = {
             "in W two times",
         ),
         Wrong("kept at the start", _KeptAtTheStart, "weights loaded later", "of that moment"),
+        Wrong("the first update", _OldUpdate, "trained in between", "when it is merged"),
+        Wrong("frozen after", _FrozenAfter, "trained as before", "to train on"),
         Wrong("unmerge first", _NeverAsked, "unmerged without a merge", "Nothing was merged"),
         Wrong("B zeroed", _ZeroedB, "unmerged, the same bits", ""),
         Wrong("the bias lost", _LosesTheBias, "merged, the same values", ""),

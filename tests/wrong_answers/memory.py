@@ -190,6 +190,14 @@ WRONG = {
             "You count numbers",
         ),
         Wrong(
+            "the softmax in fp32",
+            lambda b, s, h, a, g, size: (
+                exercises.saved_by_attention(b, s, h, a, g, size) + (4 - size) * a * s * s * b
+            ),
+            "bf16",
+            "in `size` bytes",
+        ),
+        Wrong(
             "always four bytes",
             lambda b, s, h, a, g, size: exercises.saved_by_attention(b, s, h, a, g, 4),
             "bf16",
@@ -244,6 +252,12 @@ WRONG = {
             lambda p, act, logits, how: ("optimizer", _working(how) * p),
             "more sequences",
             "Write down two moments",
+        ),
+        Wrong(
+            "the right bytes, always in the backward pass",
+            lambda *asked: ("backward", exercises.fullest_moment(*asked)[1]),
+            "one sequence, fused",
+            "the backward pass is over",
         ),
         Wrong(
             "in the forward pass",

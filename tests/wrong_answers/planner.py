@@ -8,7 +8,8 @@ import numpy as np
 
 from labutils import planner
 from labutils.planner import climb, plans
-from labutils.planner.work import Plan
+from labutils.planner.plans import enumerate_plans, seconds_and_peaks
+from labutils.planner.work import CHOSEN, Plan
 from labutils.teach.exercises import planner as exercises
 from wrong_answers import Wrong
 
@@ -59,12 +60,14 @@ def _solve(rows: Any, seconds: Any) -> np.ndarray:
     return np.linalg.lstsq(rows, seconds, rcond=None)[0]
 
 
-def _fit(noise: float = 0.025, relative: bool = True, shares: Any = None) -> Callable:
+def _fit(
+    noise: float = 0.025, relative: bool = True, shares: Any = None, power: float = 1
+) -> Callable:
     """Least squares with other errors than those of the exercise."""
 
     def attempt(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
         off = noise * (seconds if relative else np.full(len(seconds), seconds.mean()))
-        spread = unsure if shares is None else np.full(len(usual), shares)
+        spread = unsure**power if shares is None else np.full(len(usual), shares)
         rows = np.vstack([work * usual / off[:, None], np.diag(1 / spread)])
         return usual * _solve(rows, np.concatenate([seconds / off, 1 / spread]))
 
@@ -167,6 +170,14 @@ def _enumerates(job: planner.Job, ask: Callable) -> Plan:
     return plans.enumerate_plans(job)[0]
 
 
+def _by_other_names(job: planner.Job, ask: Callable) -> Plan:
+    """All plans, by functions that were imported before the book was closed."""
+    each = enumerate_plans(job)
+    seconds, peaks = seconds_and_peaks(job, each)
+    best = int(np.where(peaks <= job.cluster.room, seconds, np.inf).argmin())
+    return Plan(**{name: int(getattr(each, name)[best]) for name in CHOSEN})
+
+
 def _in_words(job: planner.Job, ask: Callable) -> str:
     return plans.text_of(climb.start_of(job))
 
@@ -200,6 +211,7 @@ WRONG = {
         Wrong("units per second", _rates, "what runs tell", "seconds per unit"),
         Wrong("errors in seconds", _fit(relative=False), "long and short runs", "long ones decide"),
         Wrong("alike unsure", _fit(shares=0.25), "what no run tells", "known worse"),
+        Wrong("over the root", _fit(power=0.5), "what no run tells", "known worse"),
         Wrong("runs hardly count", _fit(noise=0.5), "what runs tell", "many runs outweigh"),
     ),
     "planner/exam": (
@@ -213,6 +225,7 @@ WRONG = {
         Wrong("in words", _in_words, LONG, "planner.Plan"),
         Wrong("searched", _searches, LONG, "search is the examiner"),
         Wrong("enumerated", _enumerates, LONG, "search is the examiner"),
+        Wrong("by other names", _by_other_names, LONG, "search is the examiner"),
         Wrong("evaluates unasked", _estimates, LONG, "search is the examiner"),
         Wrong("asks for all", _asks_for_all, LONG, "tens of thousands"),
         Wrong("illegal", _always(tp=16), LONG, "without remainder"),

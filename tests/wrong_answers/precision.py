@@ -209,6 +209,17 @@ def _mean_of_gradients(weights: Tensor, gradients: Sequence[Tensor], lr: float) 
     return (weights.float() - lr * torch.stack(list(gradients)).float().mean(0)).bfloat16()
 
 
+def _forgets_the_rest(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    """Saves up until a weight moves, and then begins with nothing."""
+    saved = torch.zeros_like(weights, dtype=torch.float32)
+    for gradient in gradients:
+        saved -= lr * gradient.float()
+        rounded = (weights.float() + saved).bfloat16()
+        saved[rounded != weights] = 0
+        weights = rounded
+    return weights
+
+
 WRONG = {
     "precision/master-weights": (
         Wrong("stepped in half", _in_half, "short steps add up", "rounded away"),
@@ -234,6 +245,7 @@ WRONG = {
             "−=",
         ),
         Wrong("the mean of the gradients", _mean_of_gradients, "long steps", "in turn"),
+        Wrong("forgets the rest", _forgets_the_rest, "short steps add up", "*one* fp32 copy"),
         Wrong("rounds at random", _rounds_at_random, "short steps add up", "*one* fp32 copy"),
     ),
     "precision/dynamic-scale": (

@@ -467,7 +467,7 @@ _ALL = {
         ("records in the sweep", partial(_segments, sweep="record"), "legal", "too early"),
         ("x0 goes too", partial(_segments, more=[("drop", 0)]), "legal", "it is the caller's"),
         ("k layers in each", lambda n, k: _segments(n, n // k), "forward evaluations",
-         "the last once"),
+         "right for n/k segments"),
     ],
     "checkpointing/fewest-evaluations": [
         ("a snapshot less on both sides", partial(_fewest, left=1), "fewest evaluations",

@@ -74,13 +74,15 @@ def _plan(attempt: Callable, n: int, k: int) -> Reversal:
 _CASES = [(4, 2), (6, 1), (6, 6), (9, 3), (16, 4)]
 
 
-def _why_evaluations(n: int, found: int, best: int) -> str:
+def _why_evaluations(n: int, k: int, found: int, best: int) -> str:
     """The most likely reason for so many forward evaluations of n stages."""
     if found < best:
         return (
             "What is recorded in the first sweep stays until its backward pass. "
             "Record the last segment alone then, and the others one at a time."
         )
+    if found == 2 * n - k and k * k != n:
+        return "That is right for n/k segments: k is how many there are, n/k the stages of each."
     if found == 2 * n:
         return (
             "You compute the last segment twice. Its backward pass comes right after its forward "
@@ -99,8 +101,9 @@ def _evaluations(attempt: Callable) -> str:
         found, best = sum(_plan(attempt, n, k).evaluations), 2 * n - n // k
         if found != best:
             raise Failed(
-                f"n = {n}, k = {k}: {found} forward evaluations, {k} segments need {best}",
-                _why_evaluations(n, found, best),
+                f"n = {n}, k = {k}: {found} forward evaluations, "
+                f"{k} segment{'s need' if k > 1 else ' needs'} {best}",
+                _why_evaluations(n, k, found, best),
             )
     return f"{len(_CASES)} chains"
 
@@ -305,10 +308,11 @@ def _backward(y: Tensor) -> None:
     except (RuntimeError, IndexError) as error:
         if "does not require grad" in str(error):
             advice = (
-                "Inside backward, autograd records nothing: compute the function again under "
-                "torch.enable_grad(), on x.detach().requires_grad_()."
+                "Inside backward, autograd records nothing: compute the function again, and all "
+                "that you make of its result, under torch.enable_grad(), on "
+                "x.detach().requires_grad_()."
             )
-            raise Failed("your second evaluation recorded no graph", advice) from None
+            raise Failed("what you take backward there has recorded no graph", advice) from None
         if isinstance(error, IndexError) or "shape" in str(error) or "size" in str(error):
             advice = (
                 "If you fill slots by hooks: both evaluations must save the same tensors in the "

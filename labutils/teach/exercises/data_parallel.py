@@ -62,6 +62,13 @@ def _repeated(parts: list[list[int]], length: int) -> tuple[str, str] | None:
             "and the work was for nothing. "
             "All ranks must cut *one* permutation, so its seed must not depend on the rank.",
         )
+    often, times = max(dealt.items(), key=operator.itemgetter(1), default=(0, 0))
+    if len(dealt) == length and times > (enough := -(-(length + spare) // length)):
+        return (
+            f"example {often} comes {times} times, where {enough} are enough",
+            "What is dealt out again should be spread: take the permutation's first ones, each "
+            "once more.",
+        )
     return None
 
 
@@ -402,6 +409,11 @@ def _why(seen: _Seen, rank: int, step: int, wrong: list[str], hint: str) -> tupl
         return (
             f"{name} has no gradient",
             "Leave the mean in parameter.grad, in place: parameter.grad.copy_(…).",
+        )
+    if _near(found, right, rtol=1e-4, atol=1e-6):
+        return (
+            f"the first digits of the {name} gradient are right",
+            "A shorter format on the way: reduce gradients in the dtype that they have.",
         )
     if n > 1 and is_(seen.alone(0, step)[name]) and _near(seen.gradients[1][step][name], found):
         return (

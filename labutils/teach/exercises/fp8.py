@@ -295,36 +295,39 @@ class DelayedScale:
         self.scale = scale_for(torch.tensor(amax), self.dtype).item() if amax else 1.0
 
 
-def _ran(attempt: Any, sizes: list, length: int = 3) -> list[tuple[float, float]]:
+def _ran(
+    attempt: Any, sizes: list, length: int = 3, dtype: torch.dtype = E4M3
+) -> list[tuple[float, float]]:
     """What the largest number of each step comes back as, and the range its codes cover.
 
     A step is a number, or a list of them: one for each micro-batch.
     """
-    tracker, found = attempt(E4M3, length), []
+    tracker, found = attempt(dtype, length), []
     for step in sizes:
         for size in step if isinstance(step, list) else [step]:
-            codes, inverse = tracker.cast(torch.tensor([size, -size / 4]))
-            back = float(codes.float()[0]) * float(inverse)
-            found.append((back, largest(E4M3) * float(inverse)))
+            codes, inverse = tracker.cast(torch.tensor([[-size / 4, size]]))
+            back = float(codes.float()[0, 1]) * float(inverse)
+            found.append((back, largest(dtype) * float(inverse)))
         tracker.advance()
     return found
 
 
 def _steady(attempt: Any) -> str:
-    for size in (2.0**-8, 1.0, 64.0, -3.0):
-        (_, first), *later = _ran(attempt, [size] * 5)
-        if first != 448:
+    for (name, dtype), size in itertools.product(_FORMATS.items(), (2.0**-8, 1.0, 64.0, -3.0)):
+        (_, first), *later = _ran(attempt, [size] * 5, dtype=dtype)
+        top = f"{largest(dtype):g}"
+        if first != largest(dtype):
             hint = "Before anything was seen the scale is 1."
-            raise Failed(f"the first step reaches to {first:g}, not to 448", hint)
+            raise Failed(f"{name}: the first step reaches to {first:g}, not to {top}", hint)
         for back, reach in later:
             if abs(reach / abs(size) - 1) > 1e-3 or abs(back / size - 1) > 1e-3:
                 raise Failed(
-                    f"numbers of {size:g} in every step: one comes back as {back:g}, codes reach "
-                    f"to {reach:g}",
-                    "From the second step on the scale brings the largest number to 448, and the "
-                    "inverse is one over that same scale.",
+                    f"{name}, numbers of {size:g} in every step: one comes back as {back:g}, codes "
+                    f"reach to {reach:g}",
+                    f"From the second step on the scale brings the largest number to {top}, and "
+                    "the inverse is one over that same scale.",
                 )
-    return "4 sizes"
+    return "2 formats, 4 sizes"
 
 
 def _late(attempt: Any) -> str:
@@ -392,6 +395,16 @@ def _zeros_seen(attempt: Any) -> str:
     if abs(found[-1][0] - 4) > 1e-3:
         hint = "Once there are numbers, the scale comes from them."
         raise Failed(f"0, 0, 4, 4: the last comes back as {found[-1][0]:g}", hint)
+    sizes = [8.0, 0.0, 0.0, 1.0, 1.0]
+    reaches = [reach for _, reach in _ran(attempt, sizes)]
+    for step, expected in enumerate((8, 8, 8, 1), 2):
+        if abs(reaches[step - 1] / expected - 1) > 1e-2:
+            raise Failed(
+                f"{sizes}, a history of 3: in step {step} codes reach to {reaches[step - 1]:g}, "
+                f"not to {expected}",
+                "A step of zeros is a step: it goes into the history, and pushes the oldest out. "
+                "It says nothing about the scale while that history holds other numbers.",
+            )
     return "a layer without gradients"
 
 

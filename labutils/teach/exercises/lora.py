@@ -455,6 +455,25 @@ def _loaded(attempt: Callable) -> str:
     return "what merge() found"
 
 
+def _trained_on(attempt: Callable) -> str:
+    """What is merged is the adapter of that moment."""
+    layer, x, _ = _mergeable(attempt)
+    layer.merge()
+    layer.unmerge()
+    with torch.no_grad():
+        for parameter in _trained(layer):
+            parameter.mul_(-1.5)
+        before = layer(x)
+    layer.merge()
+    off = _off(layer, x, before)
+    if off > 1e-5:
+        raise Failed(
+            f"merged, unmerged, trained, merged: the output is off by {off:.1%}",
+            "Training goes on between two merges: B·A is computed when it is merged.",
+        )
+    return "the adapter of that moment"
+
+
 def _not_merged(attempt: Callable) -> str:
     layer, x, before = _mergeable(attempt)
     try:
@@ -478,6 +497,9 @@ def _frozen_still(attempt: Callable) -> str:
     for change in ("merge", "unmerge"):
         getattr(layer, change)()
         after = sum(parameter.numel() for parameter in _trained(layer))
+        if change == "unmerge" and after < before:
+            hint = "unmerge() is called to train on: A and B need their gradients again."
+            raise Failed(f"after unmerge() {after:,} numbers can be trained, not {before:,}", hint)
         if after > before:
             raise Failed(
                 f"after {change}(), {after:,} numbers can be trained, and {before:,} before",
@@ -497,6 +519,7 @@ REPAIR = Exercise(
         Property("unmerged, the same bits", _back),
         Property("no work left", _work),
         Property("weights loaded later", _loaded),
+        Property("trained in between", _trained_on),
         Property("unmerged without a merge", _not_merged),
         Property("trained as before", _frozen_still),
     ),

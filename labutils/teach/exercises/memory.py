@@ -220,7 +220,7 @@ def _misread(right: int, b: int, s: int, h: int, a: int, g: int, size: int) -> d
             "One tensor of sbh too many: what the output projection makes is not kept, "
             "for nothing in attention reads it again."
         ),
-        scores: "The softmax needs its output, not its input: only one s×s matrix a head is kept.",
+        scores: "Softmax needs its output, not its input: one s×s matrix a head, in `size` bytes.",
         2 * (sbh - narrow): "Keys and values have g heads, not a.",
         2 * sbh: "Queries, keys and values read the same tensor. It is kept once.",
         -sbh: (
@@ -379,14 +379,17 @@ def _fullest(attempt: Callable, setting: tuple[str, int, int, str]) -> None:
             f"{what}: you return {got!r}",
             'Return two things: "forward", "backward" or "optimizer", and the bytes.',
         ) from None
-    if near and str(phase) == peak.phase:
+    phase = str(phase).strip().lower()
+    if near and phase == peak.phase:
         return
     why = _why_not_fullest(*asked).get(
         round(found),
         "Write down two moments: right after the loss, and in the middle of the optimizer's step. "
         "Which tensors are there? Return the larger sum.",
     )
-    if near:
+    if near and peak.phase == "optimizer":
+        why = "Those bytes are there while the optimizer steps: the backward pass is over."
+    elif near:
         why = (
             "The log-probabilities' gradients belong to the backward pass: it has begun when they "
             "are made."

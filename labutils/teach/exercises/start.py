@@ -113,8 +113,8 @@ def _second_step(attempt) -> str:
 
 def _accumulating(attempt) -> str:
     why = (
-        "backward() adds to the gradients that are there. So from the second micro-batch on, "
-        "gradients as large as the weights lie under its forward pass."
+        "backward() adds to the gradients that are there: from the second micro-batch on they lie "
+        "under its forward pass, as many bytes as the weights, and nothing else is new there."
     )
     _peaks(attempt, _DEEP, {(1, 2): 22, (2, 2): 24}, why)
     return _peaks(attempt, _SGD, {(1, 2): 22, (3, 2): 22}, why)

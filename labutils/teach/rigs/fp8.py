@@ -179,14 +179,16 @@ def gradient_error(
     return errors
 
 
-def matrix_errors(model: GPT, scheme: Scheme, batch: Batch) -> dict[str, float]:
+def matrix_errors(
+    model: GPT, scheme: Scheme, batch: Batch, *, share: float = 1.0
+) -> dict[str, float]:
     """How far the gradient of each matrix of the blocks is off, relative to its own length, in the
     first backward pass; else as `gradient_error`."""
     exact, twin = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     names = [name for name, p in exact.named_parameters() if "blocks" in name and p.dim() == 2]
     right = matrix_gradients(exact, batch)
     use_fp8(twin, scheme)
-    each = zip(names, matrix_gradients(twin, batch), right, strict=True)
+    each = zip(names, matrix_gradients(twin, batch, share=share), right, strict=True)
     return {name.removesuffix(".weight"): ((a - b).norm() / b.norm()).item() for name, a, b in each}
 
 
