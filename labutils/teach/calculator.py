@@ -72,7 +72,7 @@ SHAPE = {  # the letters that a model brings along
     "g": "number of key–value heads", "d": "width of a head", "f": "feed-forward width",
     "v": "vocabulary size",
 }  # fmt: skip
-AXES = (  # fields of the page: name, label, start
+MESH = (  # fields of the page: name, label, start
     ("pp", "stages (pp)", 1), ("stage", "the rank's stage, from 0", 0),
     ("cp", "ranks of a sequence (cp)", 1), ("tp", "ranks of a layer (tp)", 1),
     ("m", "micro-batches of a rank", 16),
@@ -225,7 +225,7 @@ class Calculator:
         memory = {name: f"{Hardware.named(name).memory / units.GB:g}" for name in Hardware.names()}
         device = "H100"
         shape = "".join(_field(letter, f"{letter}, {what}", "") for letter, what in SHAPE.items())
-        axes = "".join(_field(name, label, start) for name, label, start in AXES)
+        axes = "".join(_field(name, label, start) for name, label, start in MESH)
         axes += _choice("sequence", "sequence parallelism", ("no", "yes"))
         fields = [
             _choice("model", "model", dict.fromkeys(self.models), values=list(self.models)),
