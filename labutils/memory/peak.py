@@ -54,7 +54,7 @@ def by_formula(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> P
     that of a device for which each parameter is a bucket and N divides the elements of each, with a
     counter of Adam's steps for every one."""
     letters = formulas.sizes(model, train, mesh)
-    forms, products, rows, _ = _moments(formulas.kind(model, train, mesh))
+    forms, products, rows = _moments(formulas.kind(model, train, mesh))
     worth = [formulas.worth(product, letters) for product in products]
     totals = [sum(map(operator.mul, row, worth)) for row in rows]
     phases: dict[str, int] = {}
@@ -68,18 +68,6 @@ def by_formula(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> P
     ]
     lines.sort(key=lambda line: COMPONENTS.index(line.component))
     return Peak(tuple(lines), top.phase, top.event, phases)
-
-
-def peak_bytes(model: ModelConfig, train: TrainConfig) -> int:
-    """Bytes alive at the fullest moment of a training step: the total of `predict` alone, for
-    sweeps over many configurations."""
-    predictable(model, train)
-    letters = formulas.sizes(model, train, Mesh())
-    _, products, rows, factors = _moments(formulas.kind(model, train, Mesh()))
-    worth = [formulas.worth(product, letters) for product in products]
-    about = factors @ np.array(worth, dtype=float)
-    near = np.flatnonzero(about >= (1 - 1e-9) * about.max())  # to be computed exactly
-    return max(sum(map(operator.mul, rows[i], worth)) for i in near)
 
 
 def history(model: ModelConfig, train: TrainConfig) -> History:
@@ -107,7 +95,7 @@ def history(model: ModelConfig, train: TrainConfig) -> History:
 @functools.lru_cache(maxsize=4096)
 def _moments(of: formulas.Kind) -> tuple:
     """The moments that may be the fullest, the products of letters in them, the factors of these at
-    each moment, and the same factors as floats."""
+    each moment."""
     forms = formulas.fullest(of)
     totals: list[Counter] = []
     for form in forms:
@@ -115,8 +103,7 @@ def _moments(of: formulas.Kind) -> tuple:
         for terms in form.lines.values():
             totals[-1].update(terms)
     products = tuple(dict.fromkeys(letters for total in totals for letters in total))
-    rows = [[total[letters] for letters in products] for total in totals]
-    return forms, products, rows, np.array(rows, dtype=float)
+    return forms, products, [[total[letters] for letters in products] for total in totals]
 
 
 def predictable(model: ModelConfig, train: TrainConfig) -> None:

@@ -72,7 +72,7 @@ SHAPE = {  # the letters that a model brings along
     "g": "number of key–value heads", "d": "width of a head", "f": "feed-forward width",
     "v": "vocabulary size",
 }  # fmt: skip
-MESH = (  # fields of the page: name, label, start
+DEGREES = (  # fields of the page: name, label, start
     ("pp", "stages (pp)", 1), ("stage", "the rank's stage, from 0", 0),
     ("cp", "ranks of a sequence (cp)", 1), ("tp", "ranks of a layer (tp)", 1),
     ("m", "micro-batches of a rank", 16),
@@ -225,7 +225,7 @@ class Calculator:
         memory = {name: f"{Hardware.named(name).memory / units.GB:g}" for name in Hardware.names()}
         device = "H100"
         shape = "".join(_field(letter, f"{letter}, {what}", "") for letter, what in SHAPE.items())
-        axes = "".join(_field(name, label, start) for name, label, start in MESH)
+        axes = "".join(_field(name, label, start) for name, label, start in DEGREES)
         axes += _choice("sequence", "sequence parallelism", ("no", "yes"))
         fields = [
             _choice("model", "model", dict.fromkeys(self.models), values=list(self.models)),
@@ -411,7 +411,8 @@ def _inventory(model: ModelConfig) -> dict[str, Any]:
     """What the ranks of a mesh share out, by place, at the first end, in each layer or at the last
     end: the size of each parameter, in order, and whether it is tied; what each part keeps for the
     backward pass; multiplications of a layer and of the head for a token."""
-    weights, products = [], defaultdict(Counter)
+    weights: list[list[Any]] = []
+    products: dict[str, Counter[str]] = defaultdict(Counter)
     for part in anatomy.parts(model):
         place, tied = _place(part.name), model.tied and part.name == "tokens"
         for factor, letters in map(_product, filter(None, (part.weight, part.bias))):
