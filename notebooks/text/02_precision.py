@@ -760,7 +760,7 @@ plots.curves(
 )
 
 # %% [markdown]
-# Ours ends at 2048 tokens; a batch of four million goes on. The sum of gradients over micro-batches is another long one (lab 05).
+# That is the sum's own error, in a layer whose terms fp16 holds. Those of the query's weights are subnormal there at the start, and lose more to that than to the sum. Ours ends at 2048 tokens; a batch of four million goes on. The sum of gradients over micro-batches is another long one (lab 05).
 
 # %% [markdown]
 # ## Further: what does autocast decide?
