@@ -677,7 +677,7 @@ f"about {total[0]:.1f} in bf16, {total[1]:.2f} in fp16"
 # A lower loss, and a worse model: the gradient of a logit is $p_i - y_i$. If the $p_i$ add up to more than 1, the words are pushed down by more than the right one is
 # pushed up, in every step.
 #
-# **On the GPT.** fp32 throughout; bf16 weights with a master copy, and the softmax's sum in bf16; the same with that one sum in fp32.
+# **On the GPT**, at a learning rate of 0.002: fp32 throughout; bf16 weights with a master copy, and the softmax's sum in bf16; the same with that one sum in fp32.
 
 # %%
 choices = {
@@ -760,7 +760,7 @@ plots.curves(
 )
 
 # %% [markdown]
-# Ours ends at 2048 tokens; a batch of four million goes on. The sum of gradients over micro-batches is another long one (lab 05).
+# That is the sum's own error, in a layer whose terms fp16 holds. Those of the query's weights are subnormal there at the start, and lose more to that than to the sum. Ours ends at 2048 tokens; a batch of four million goes on. The sum of gradients over micro-batches is another long one (lab 05).
 
 # %% [markdown]
 # ## Further: what does autocast decide?

@@ -239,7 +239,7 @@ print(f"without {norms:,} for the norms: {more - norms}")
 #
 # ### Exercise 3.2 · Predict what attention keeps (15 min, ●●○)
 #
-# Plain causal attention with $a$ query and $g$ key-value heads, no dropout, no norm, the output projection included; `size` is the bytes of a number. Keys and values are not copied for the query heads that share them.
+# Plain causal attention with $a$ query and $g$ key-value heads, no dropout, no norm, the output projection included; the mask is added to the scores; `size` is the bytes of a number. Keys and values are not copied for the query heads that share them.
 # Return the bytes that autograd keeps.
 
 
@@ -370,6 +370,7 @@ base = one_layer()
 parts = {
     "32 key-value heads, not 8": {"num_kv_heads": 32},
     "GELU, not SwiGLU": {"ffn": "gelu"},
+    "GELU, as many parameters": {"ffn": "gelu", "d_ff": llama.d_ff * 3 // 2},
     "LayerNorm, not RMSNorm": {"norm": "layernorm"},
 }
 print(f"{'as it is':28}{units.text(base):>9}")
@@ -378,7 +379,7 @@ for name, changes in parts.items():
     print(f"{name:28}{units.text(changed):>9}  {changed / base - 1:+.0%}")
 
 # %% [markdown]
-# GQA saves on keys and values, SwiGLU keeps four tensors of $sbf$ where GELU keeps two. The last line is one of this implementation, not of RMSNorm: on a CPU PyTorch composes the norm of single operations, and keeps its input
+# GQA saves on keys and values, SwiGLU keeps four tensors of $sbf$ where GELU keeps two: with as many parameters, and so half as large an f again, GELU saves half as much. The last line is one of this implementation, not of RMSNorm: on a CPU PyTorch composes the norm of single operations, and keeps its input
 # in fp32 and, in fp32 too, that input divided by its rms.
 
 # %%
@@ -469,7 +470,8 @@ with torch.device("meta"):
 # At full size the program and the formula give the same bytes. This holds for the course's GPT on a CPU, where every operation is known. On a GPU the allocator rounds (next section), and libraries add workspaces of their own (in practice, below).
 #
 # With 32 sequences and without checkpointing the fullest moment is another one: right after the loss. No gradient of a weight is there yet. All activations are, and on top of them *two* gradients as large as the log-probabilities:
-# the one that comes into the backward pass of the softmax, and the one that goes out.
+# the one that comes into the backward pass of the softmax, and the one that goes out. (Plain attention at 4096 tokens has more scores than that: its fullest moment lies in the last layer's softmax.)
+# <!-- claim: [memory.predict(__import__("dataclasses").replace(config.ModelConfig.named("gpt2-xl"), seq_len=s), config.TrainConfig(micro_batch=1, global_batch=1, stepping="foreach")).event == "_softmax_backward_data" for s in (2048, 4096)] == [False, True] -->
 
 # %%
 large = memory.predict(gpt2, one(32))
@@ -514,7 +516,7 @@ for kind in ("none", "full"):
 #
 # ### Exercise 3.3 · Bug hunt: the estimator that adds everything up (15 min, ●●○)
 #
-# Many estimators compute model states plus activations. In a step of one micro-batch that begins without gradients no moment holds all of both. (Megatron-LM keeps its gradients' buffer from step to step: there the sum is right at the end of the forward pass.) Repair this one, for bf16 with fp32 master weights and AdamW, without checkpointing: `parameters` is Ψ, `activations` are the bytes kept at the end
+# Many estimators compute model states plus activations. In a step of one micro-batch that begins without gradients no moment holds all of both. (Megatron-LM keeps its gradients' buffer from step to step: there the sum is right at the end of the forward pass.) Repair this one, for bf16 with fp32 master weights and AdamW, with fused attention and without checkpointing: `parameters` is Ψ, `activations` are the bytes kept at the end
 # of the forward pass, `logits` the bytes of one tensor of $bsv$ numbers, `stepping` is "foreach" or "fused". Return the phase and the bytes of the fullest moment, within a thousandth.
 
 
@@ -535,7 +537,7 @@ show(exercises.fullest_moment)
 # %% [markdown]
 # ## Further: why is there no room while bytes are free?
 #
-# What PyTorch asks of the driver is not what tensors ask of PyTorch. Asking is slow, so freed memory is kept in *segments* and handed out again in *blocks*. A request takes the smallest free block that holds it, cut to size.
+# What PyTorch asks of the driver is not what tensors ask of PyTorch. Asking is slow, so freed memory is kept in *segments* and handed out again in *blocks*. A request takes the smallest free block that holds it, cut to size (a large one only where more than 1 MiB is left over).
 # Only where there is none does PyTorch ask for a new segment:
 #
 # | request, rounded up to 512 bytes | takes blocks of | a new segment has |
@@ -601,7 +603,8 @@ plots.memory_map(title=title, asked=6 * units.GIB, capacity=10 * units.GIB, **la
 
 # %% [markdown]
 # `max_split_size` leaves blocks above that size whole: the state gets a segment of its own, and the hole waits for the next batch. `expandable_segments` reserves addresses instead of memory: the segment grows
-# by the 1 GiB that is missing. (It grows in pages of 20 MiB.)
+# by the 1 GiB that is missing. (It grows in pages of 20 MiB.) Neither helps the eight tensors of 5 MiB: between their holes lies what is in use, and no allocator moves that.
+# <!-- claim: [(lambda gpu: [[gpu.free(a) for a in [gpu.alloc(5 * 2**20) for _ in range(8)][::2]], gpu.largest_free < 10 * 2**20, gpu.available][1:])(memory.Allocator(40 * 2**20, **o)) for o in (dict(max_split_size=21 * 2**20), dict(expandable_segments=True))] == [[True, 0]] * 2 -->
 #
 # On a real step what is *reserved*, the segments, is more than what is *allocated*, the blocks in use: lab 00 replays GPT-2's first steps on such a device.
 #
@@ -767,7 +770,7 @@ for name in stated:
 # >   <!-- claim: memory.korthikanti(b=1, s=2048, h=12288, a=96).total == 2048 * 12288 * (34 + 80) -->
 # > - What waits for the backward pass is proportional to the batch, and every layer adds the same; in the sequence it is linear plus quadratic, until fused attention removes the square. With dropout they meet at 435 tokens for heads 64 wide, at 870 for 128; without it at 1024 and 2048.
 # >   <!-- claim: [(34 * d / 5, 16 * d) for d in (64, 128)] == [(435.2, 1024), (870.4, 2048)] and (lambda lines: (round(sum(n for what, n in lines if "as²b" not in what) / (1024 * 768), 1), sum(n for what, n in lines if "as²b" in what)))([(line.note, line.amount) for line in memory.activations(config.ModelConfig.named("gpt2"), config.TrainConfig(micro_batch=1, global_batch=1)) if line.name.startswith("blocks.0.")]) == (32.0, 2 * 12 * 1024**2) -->
-# > - The peak is where most things meet: after the loss where activations are large, in the optimizer where they are not. GPT-2 XL takes 37.4 GB with one sequence, in the optimizer, as PyTorch steps on a GPU; 31.2 GB with the fused one.
+# > - The peak is where most things meet: with fused attention after the loss where activations are large, in the optimizer where they are not. GPT-2 XL takes 37.4 GB with one sequence, in the optimizer, as PyTorch steps on a GPU; 31.2 GB with the fused one.
 # >   <!-- claim: [(peak.phase, round(peak.total / 1e9, 1)) for peak in (memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, checkpointing=p, stepping=s)) for b, p, s in ((1, "full", "foreach"), (1, "full", "fused")))] == [("optimizer", 37.4), ("optimizer", 31.2)] -->
 # > - With *foreach* its peak leaves the optimizer from 6 sequences on with fused attention, with full checkpointing from 33; with the fused optimizer from 4 and 20.
 # >   <!-- claim: [[memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, attention="sdpa", checkpointing=p, stepping="foreach")).phase for b in (n - 1, n)] for p, n in (("none", 6), ("full", 33))] == [["optimizer", "backward"]] * 2 -->

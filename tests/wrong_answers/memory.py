@@ -115,6 +115,12 @@ WRONG = {
             "keys and values",
         ),
         Wrong(
+            "biases in Llama too",
+            lambda config: exercises.count_parameters(dict(config) | {"model_type": "qwen2"}),
+            "Llama 2 7B",
+            "Only Qwen2 has biases",
+        ),
+        Wrong(
             "in billions",
             lambda config: ModelConfig.from_hf(config).num_params / 1e9,
             "Llama 2 7B",

@@ -129,6 +129,7 @@ def _miscounts(model: ModelConfig) -> dict[int, str]:
             "behind queries, keys and values there is the output projection."
         ),
         -(keys + values): "Qwen2 has a bias on keys and values as well as on queries.",
+        queries + keys + values: "Only Qwen2 has biases: model_type says which model it is.",
         queries: (
             "In each layer h numbers too many: it has two norms, and no bias on the output "
             "projection."
