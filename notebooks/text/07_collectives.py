@@ -534,6 +534,7 @@ show(collectives.all_reduce_halving_doubling)
 # | ring | $2(N-1)$ | $2\frac{N-1}{N}\,S$ |
 # | tree | $2\lceil\log_2 N\rceil$ | $2\lceil\log_2 N\rceil\,S$ |
 # | halving–doubling, N a power of two | $2\log_2 N$ | $2\frac{N-1}{N}\,S$ |
+# | halving–doubling, other N; p is the power of two below | $2\log_2 p + 2$ | $2\frac{p-1}{p}\,S + 2S$ |
 #
 # Steps and bytes of the four, counted in runs on eight ranks with 4 MB, and the time that the formula makes of them. The last column replays the messages of
 # the run, one by one, over such links:
@@ -785,7 +786,7 @@ plots.cost_curves(sizes, measured=measured, **curves(4, here, sizes), title=titl
 # %% [markdown]
 # Where the dots leave their lines, ask what the ranks share. In the model every rank has a link of its own; these processes share a few cores and one memory.
 # λ and bw were measured while all four sent at once. In a step of the naive way or the tree only some of them send. Measure both numbers again while ranks 2
-# and 3 are silent; and three messages into one rank, which the model counts as three steps:
+# and 3 are silent; and three messages into one rank, which the model counts as three steps, and one:
 
 
 # %% tags=["nbval-ignore-output"]
@@ -795,13 +796,16 @@ def only_two(x, comm):
             comm.send_recv(x, 1 - comm.rank, torch.empty_like(x), 1 - comm.rank)
 
 
-def into_rank_0(x, comm):
+def into_rank_0(x, comm, sources=(1, 2, 3)):
     for _ in range(10):
-        if comm.rank:
+        if comm.rank in sources:
             comm.send(x, 0)
-        else:
-            for source in (1, 2, 3):
-                comm.recv(torch.empty_like(x), source)
+        for source in sources if comm.rank == 0 else ():
+            comm.recv(torch.empty_like(x), source)
+
+
+def one_into_rank_0(x, comm):
+    into_rank_0(x, comm, sources=(1,))
 
 
 print("four at once:", units.text(here.latency, "s"), units.text(here.bandwidth, "B/s"))
@@ -809,6 +813,7 @@ fewer = seconds(only_two, 4) / 10
 rate = 16e6 / max(seconds(only_two, 16_000_000, 5) / 10 - fewer, 1e-9)
 print("only two:    ", units.text(fewer, "s"), units.text(rate, "B/s"))
 print("three into rank 0:", units.text(seconds(into_rank_0, 4) / 10, "s"))
+print("one into rank 0:  ", units.text(seconds(one_into_rank_0, 4) / 10, "s"))
 
 # %% [markdown]
 # With two ranks silent, the other two are faster than before. And three messages into one rank take less than 3λ. That does not show that they overlap: λ was measured while all four sent, and a single message into rank 0 with the others silent takes less than λ, too. It makes the naive way and the tree

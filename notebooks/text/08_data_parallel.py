@@ -214,7 +214,7 @@ with World(8) as eight:
         print(f"{how.__name__:18} {right}, busiest {amounts}, off by {unexplained}")
 
 # %% [markdown]
-# A single server is slow because all bytes pass through its links: it sends and receives seven times the model. **Servers everywhere are a reduce-scatter and an all-gather, an all-reduce in its two halves, to the byte.**
+# All bytes pass through a single server's links: it sends and receives seven times the model. **Servers everywhere are a reduce-scatter and an all-gather, an all-reduce in its two halves, to the byte.**
 # Parameter servers live on where ranks do not wait for each other, or touch few of the weights.
 #
 # **And `DataParallel`?** Rank 0 deals out weights and inputs, gathers the outputs, computes the loss alone, and deals out its gradient by the outputs, here called slopes. On four ranks, each step a star: is the gradient that of the batch, and are all bytes explained?
