@@ -95,12 +95,15 @@ def betas() -> Iterator[dict]:
 
 
 def widths() -> Iterator[dict]:
-    """Adam's rates for networks of four widths, as they are and with μP from a width of 32."""
+    """Adam's rates for networks of four widths: as they are, with μP from a width of 32, and with
+    either half of it alone."""
     data, held_out = characters()
-    for rule, base in (("standard", 0), ("μP", WIDTHS[0])):
+    ways = {"standard": (0, ""), "μP": (WIDTHS[0], "")}
+    ways |= {f"μP's {half} alone": (WIDTHS[0], half) for half in ("rates", "start")}
+    for rule, (base, half) in ways.items():
         for width in WIDTHS:
             sizes = (CHARACTERS.widths[0], *[width] * 3, CHARACTERS.widths[-1])
-            network = dataclasses.replace(CHARACTERS, widths=sizes, base=base)
+            network = dataclasses.replace(CHARACTERS, widths=sizes, base=base, half=half)
             rows = copies.train_copies(
                 network, data, lr=WIDTH_RATES, batch=64, samples=2**14, seeds=range(3),
                 optimizer="adam",

@@ -649,23 +649,22 @@ for s in (2048, 8192, 131_072):
     print(f"{s:7,} tokens: ranks wait {waits_at('llama-3.1-70b', 8, inside, s)[1]:.0%}")
 
 # %% [markdown]
-# Four axes of a mesh have a law each, and all of them are F/bw, FLOPs per byte. Between nodes the rings of ZeRO and of TP run through all ranks of a node, and so use all of its links. In the ring of lab 11 and the all-to-all of lab 12 every rank sends through its own:
+# Four axes of a mesh have such a law, in F/bw, FLOPs per byte. Between nodes the rings of ZeRO and of TP run through all ranks of a node, and so use all of its links. In lab 11's ring and lab 12's all-to-all every rank sends through its own. Who reaches it: 8,192 tokens per rank, the 70B on 8 and on 16 ranks, DeepSeek-V3's experts?
 
 # %%
-print(f"{'at least':50} {'NVLink':>6} {'between nodes':>14}")
-for what, flops, factor, link in (
-    ("lab 09  ZeRO-3: tokens per rank, F/bw", rate, 1, across),
-    ("lab 10  TP: width per rank, F/(3·bw)", rate, 1 / 3, across),
-    (
-        "lab 11  ring, g/a = 1/4: tokens per rank, F/(2·bw)",
-        h100.rate("attention"),
-        1 / 2,
-        own,
-    ),
-    ("lab 12  EP: width of an expert, F/(3·bw)", rate, 1 / 3, own),
+attention, width = h100.rate("attention"), [8192 / 7, 8192 / 15]
+print(f"{'at least':40} {'NVLink':>12} {'between nodes':>20}")
+for what, flops, link, sizes in (
+    ("ZeRO-3: tokens per rank, F/bw", rate, across, [8192] * 2),
+    ("TP: width per rank, F/(3·bw)", rate / 3, across, width),
+    ("ring, g/a = 1/4: tokens, F/(2·bw)", attention / 2, own, [8192] * 2),
+    ("EP: width of an expert, F/(3·bw)", rate / 3, own, [2048] * 2),
 ):
-    bounds = [factor * flops / each.bandwidth for each in (inside, link)]
-    print(f"{what:50} {bounds[0]:6.0f} {bounds[1]:14.0f}")
+    print(f"{what:35}", end="")
+    for each, size in zip((inside, link), sizes, strict=True):
+        said = "yes" if size >= flops / each.bandwidth else "no"
+        print(f" {flops / each.bandwidth:8.0f}, {size:4.0f}: {said:3}", end="")
+    print()
 
 # %% [markdown]
 # **Asynchronous TP**, the second row, cuts the product into pieces: it starts with a rank's own tokens while others arrive, and finished rows leave while the next are computed. In this cost model

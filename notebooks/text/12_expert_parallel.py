@@ -3,7 +3,7 @@
 #
 # **A layer has many experts, and every token visits a few of them. If each rank holds only some experts, what travels, who waits for whom, and who averages which gradients?**
 #
-# *90 min, and 45 further · before this: labs 07, 08 and 09 · needs a laptop, no GPU and no network*
+# *90 min, and 50 further · before this: labs 07, 08 and 09 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -292,7 +292,8 @@ reveal("mixtral/64-ranks", GB=round(held.total / 1e9, 1))
 formulas.states(full, masters, cluster, rank=43).diff(held)
 
 # %% [markdown]
-# The same 116 GB: more blocks are more copies. ZeRO (lab 09) could divide further, by 64 what all ranks hold and by 8 an expert. And this is what rank 43 sends in one step:
+# The same 116 GB: more blocks are more copies, and neither fits an H100. ZeRO-2 (lab 09) divides further, by 64 what all ranks hold and by 8 an expert: 26 GB. And this is what rank 43 sends in one step:
+#   <!-- claim: round(predict.states(__import__("dataclasses").replace(config.ModelConfig.named("mixtral-8x7b"), seq_len=4096), config.TrainConfig(micro_batch=1, global_batch=64, attention="sdpa", zero=2), config.Mesh(dp=64, ep=8), rank=43).total / 1e9) == 26 -->
 
 # %%
 in_a_step = Ledger(line for line in dry.ledger if line.name != "broadcast")
@@ -363,7 +364,7 @@ plots.visits([*by_word[:5], rare], names=names)
 #
 # $$ E\sum_e v_e\,P_e, \qquad v_e = \text{share of visits}, \quad P_e = \text{mean probability}. $$
 #
-# It is 1 where both are even, and E/k where all tokens want the same k experts and the router is certain of them. Counting has no gradient: it flows through P, and lowers the probability of the experts whose f is high.
+# It is 1 where both are even, and E/k where all tokens want the same k experts and the router is certain of them. Counting has no gradient: it flows through P, and lowers the probability of the experts whose share v is high.
 #
 # **A bias** touches no gradient (DeepSeek-V3). After each step it falls by γ (0.01 in these runs, 0.001 in DeepSeek-V3) for every expert that was asked for more often than the mean, and rises by γ for the others; it chooses experts and weighs nothing. Its runs have sigmoid
 # scores.
@@ -416,6 +417,21 @@ for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for no
 # %% [markdown]
 # In this language experts are worth a third of a nat, in every seed: a loss would show it if dropping did much harm. With nothing for balance more than a quarter of all visits is lost, and the loss is 0.06 ± 0.05 higher: worse in six seeds of eight, and not yet beyond chance.
 # With a balance loss there is next to nothing to drop. What balance buys for certain is time: with twice the visits on one *rank* a layer takes nearly twice as long (the section on the all-to-all, below).
+#
+# And c = 1, which has no room to spare? Even a router that is fair, and only random, sends some experts more than the mean. Of all visits it then drops this share, by the visits that an expert gets in the mean:
+
+# %%
+draw = torch.Generator().manual_seed(0)
+for mean in (64, 4096):
+    visits = torch.randint(8, (200, 8 * mean), generator=draw)
+    counts = torch.nn.functional.one_hot(visits, 8).sum(1)
+    for c in (1, 1.25):
+        over = (counts - c * mean).clamp(min=0).sum() / visits.numel()
+        print(f"{mean:5} visits, c = {c:4}: {over:6.2%} dropped")
+
+# %% [markdown]
+# About 0.37/√mean at c = 1: half of the experts are over it, by 0.4 standard deviations in the mean. So room of a quarter more is for chance where a rank has few tokens, and with many for what the router has not learned: one whose busiest expert has 1.3 times the mean drops nearly 4 % of all visits at c = 1, and over half a percent at 1.25, at that expert alone.
+#   <!-- arithmetic: [round(100 * (1.3 - c) / 8, 1) for c in (1, 1.25)] == [3.8, 0.6] -->
 
 # %% [markdown]
 # ### Further: what holds a router's logits?

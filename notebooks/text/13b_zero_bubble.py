@@ -439,7 +439,7 @@ dual = schedule.dualpipe_v(4, 12)
 v = simulate(schedule.zb_v(4, 12), half).period
 for pair in (1.5, 1.3, 1.1):
     both = simulate(dual, Durations(F=0.5, B=0.5, W=0.5, fused=pair)).period
-    print(f"F with B and W in {pair}, per step: DualPipeV {both:.1f}, ZB-V {v:.1f}")
+    print(f"a pair takes {pair}; a step: DualPipeV {both:.1f}, ZB-V {v:.1f}")
 
 # %% [markdown]
 # "A pair" is F of one micro-batch with B and W of another. If it takes its parts' 1.5, DualPipeV is the longer one; it pays from 1.33 down, a ninth less than the parts. (`pipeline.run` has one device per rank and runs such pairs one after the other, F first: the same
@@ -452,6 +452,7 @@ for pair in (1.5, 1.3, 1.1):
 makers = schedule.gpipe, schedule.one_f_one_b, schedule.eager_one_f_one_b
 makers += schedule.interleaved, schedule.zb_h1, schedule.zb_h2
 makers += schedule.interleaved_zb, schedule.zb_v, schedule.dualpipe_v
+print("                 micro-batches        GB on rank 0 and 3")
 for make in makers:
     plan, ends = make(4, 8), (0, 3)
     count = [plan.peak(rank) * 4 / plan.stages for rank in ends]
@@ -462,7 +463,7 @@ for make in makers:
 # Four of them hold 4 micro-batches on their fullest rank, and from 0.83 to 1.67 GB: bytes follow the head, and whether its W waits. ZB-H2 with 7 holds about as much as GPipe with 8.
 
 # %% [markdown]
-# Place schedules of this lab by hand, and run them on ranks. Each of the five levels has goals, and a finished board says which one was missed. Level 5 counts bytes: find the W of the last rank that must not wait.
+# Place schedules of this lab by hand, and run them on ranks. Here are levels 4 to 8 (the first three are in lab 13a). Each has goals, and a finished board says which one was missed. Level 5 counts bytes: find the W of the last rank that must not wait.
 
 # %%
 Editor(LEVELS[3:])

@@ -3,7 +3,7 @@
 #
 # **A model of 6.7 billion weights takes 108 GB to fine-tune, 16 bytes for each. What do you save, and what do you lose, if you freeze them all and train two thin matrices beside each?**
 #
-# *90 min, and 20 further · before this: labs 03, 04 and 08 · needs a laptop, no GPU and no network*
+# *90 min, and 25 further · before this: labs 03, 04 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals

@@ -329,6 +329,8 @@ usual = rates.Rates.assumed(b200)
 factor = np.median(1 + planner.residuals(five, usual))
 alike = (1 + planner.residuals(others, usual)) / factor - 1
 print(f"usual ones, one factor: {abs(alike).mean():.1%}, {abs(alike).max():.1%}")
+
+# %%
 unit = [*(1 / getattr(fitted, name) for name in rates.NAMES[:4]), fitted.kernel]
 for run in (runs[3], runs[-1]):
     parts = rates.work_of(run, fitted) * np.array(unit)
@@ -465,6 +467,8 @@ plots.curves(
 # %%
 for what, share in planner.sensitivity(every).items():
     print(f"{what:27} {share:5.1%} shorter")
+
+# %%
 roomy = every.seconds[every.peaks <= llama.cluster.room + 2 * units.GB].min()
 print(f"{'2 GB more':27} {1 - roomy / every.fastest.seconds:5.1%} shorter")
 

@@ -29,6 +29,7 @@ class Network:
     base: where given, the width at which μP and this network are the same: a wider one begins with
         a smaller output, and its layers with a wide input take smaller steps of Adam
         (Yang et al., 2203.03466, table 3)
+    half: of these two only the "start" or only the "rates"
     """
 
     widths: tuple[int, ...]
@@ -37,6 +38,7 @@ class Network:
     tokens: int = 0
     embed: int = 0
     base: int = 0
+    half: Literal["", "start", "rates"] = ""
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -54,7 +56,7 @@ class Network:
             for i, shape in enumerate(self.shapes):
                 fan_in = 1.0 if self.tokens and i == 0 else shape[0] / gain
                 scale = fan_in**-0.5 if len(shape) > 1 else 0.0
-                if self.base and i == len(self.shapes) - 2:
+                if self.base and self.half != "rates" and i == len(self.shapes) - 2:
                     scale *= (self.base / shape[0]) ** 0.5
                 parts.append(scale * torch.randn(shape, generator=draw).flatten())
             rows.append(torch.cat(parts))
@@ -64,8 +66,9 @@ class Network:
         """What the learning rate of each parameter is multiplied by: 1, and with a `base`
         base / width in the layers behind the first."""
         wide = len(self.shapes) - 2 * (len(self.widths) - 2)  # from here on, inputs are wide
+        base = self.base * (self.half != "start")
         factors = [
-            self.base / shape[0] if self.base and i >= wide and len(shape) > 1 else 1.0
+            base / shape[0] if base and i >= wide and len(shape) > 1 else 1.0
             for i, shape in enumerate(self.shapes)
         ]
         sizes = [torch.Size(shape).numel() for shape in self.shapes]
