@@ -245,7 +245,7 @@ def zb_auto(p: int, m: int, cap: int) -> Schedule:
     (p, m, _), cap = _sizes(p, m, kinds=3), units.whole(cap, "cap", 1)
     if cap < min(p, m):
         raise ValueError(f"cap={cap} is too little for p={p}: rank 0 needs {min(p, m)} activations")
-    caps = {cap, *(less for less in (m, m + 1, 2 * p - 1, 2 * p) if p <= less < cap)}
+    caps = {cap, *(less for less in (m, m + 1, 2 * p - 1) if p <= less < cap)}
     found: dict[tuple, Schedule] = {}
     for limit in sorted(caps):
         for tenths in range(10, 41):
