@@ -43,6 +43,7 @@ from labutils import (
     zero,
 )
 from labutils.model import GPT
+from labutils.timeline import Timeline
 from labutils.world import RankError, World
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -363,6 +364,11 @@ TIRED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: flash.traffic("flash-2", s=10**6, d=64), ValueError, "1000000 × 1000000 scores, 128 × 128 to a tile, are 61,042,969: at most"),
     (lambda: data_parallel.sampler(10**9, 0, 2), ValueError, "length is 1,000,000,000: at most 100,000,000 can be written down: draw from a shard"),
     (lambda: pipeline.cut(dataclasses.replace(MODEL, num_layers=10**9), 10**8), ValueError, "to cut 1000000000 layers are 90,000,000,200,000,000: at most"),
+    (lambda: checkpointing.Costs([3]), TypeError, "Costs, for each stage, takes a Stage, got 3"),
+    (lambda: data_parallel.buckets(None), TypeError, "buckets takes an Iterable, got None"),
+    (lambda: Timeline(None), TypeError, "Timeline takes a Sequence, got None"),
+    (lambda: scaling.noise_scale([]), ValueError, "the mean |G|² is 0: average over more"),
+    (lambda: scaling.noise_scale([1.0]), TypeError, "noise_scale takes a Spread, got 1.0"),
 ]  # fmt: skip
 
 # Where annotations are enforced, jaxtyping is the first to refuse these.

@@ -66,6 +66,8 @@ class Costs:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
+        for each in self.stages:
+            units.instance(each, Stage, "Costs, for each stage,")
         units.whole_fields(self, "input", "input_gradient", minimum=0)
 
     def __len__(self) -> int:
