@@ -134,7 +134,13 @@ LAYERS = {"blocks": "L", "dense": "D", "sparse": "M"}
 
 @functools.lru_cache(maxsize=1024)
 def parts(model: Model, how: Policy = Policy()) -> tuple[Part, ...]:
-    """The table of a model, in the order of its forward pass, which is that of its parameters."""
+    """The table of a model, in the order of its forward pass, which is that of its parameters.
+
+    Raises TypeError for what is no `ModelConfig`.
+    """
+    if not hasattr(model, "dense_layers"):
+        told = f"{model!r:.60} ({type(model).__name__}): ModelConfig.named(…) is one"
+        raise TypeError(f"parts takes a ModelConfig, got {told}")
     block = tuple(_block(model, how))
     if model.dense_layers:
         alone = tuple(_block(model, how, experts=False))

@@ -331,8 +331,11 @@ def cross_entropy(
 
     reduction: "mean" or "sum" over the targets, or "none": [tokens]
 
-    Raises IndexError for a target that is no word.
+    Raises IndexError for a target that is no word, ValueError where not each logit row has one.
     """
+    if targets.is_floating_point() or logits.ndim < 2 or logits.shape[:-1] != targets.shape:
+        got = f"{targets.dtype} {tuple(targets.shape)} for logits {tuple(logits.shape)}"
+        raise ValueError(f"cross_entropy takes a whole number for each row of logits, got {got}")
     try:
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
     except IndexError:

@@ -1,6 +1,6 @@
 """What happens when: who does or holds what, from when to when, and the bytes alive."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from labutils import units
@@ -45,6 +45,9 @@ class Timeline:
     """
 
     spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        units.instance(self.spans, Sequence, "Timeline")
 
     def __add__(self, other: "Timeline") -> "Timeline":
         return Timeline(self.spans + other.spans) if isinstance(other, Timeline) else NotImplemented

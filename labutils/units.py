@@ -178,6 +178,18 @@ def entry(table: Mapping[str, _Of], name: object, without: str) -> _Of:
     return table[name]
 
 
+def writable(count: int, said: str, remedy: str, most: int = 10**7) -> None:
+    """Raises ValueError where a list of `count` entries, `said` to be so many, has more than
+    `most`, which take some ten seconds to write down; the error ends with the `remedy`.
+
+    >>> writable(10**9, "an order of", "take fewer stages")
+    Traceback (most recent call last):
+    ValueError: an order of 1,000,000,000: at most 10,000,000 can be written down: take fewer stages
+    """
+    if count > most:
+        raise ValueError(f"{said} {count:,}: at most {most:,} can be written down: {remedy}")
+
+
 def wholes(minimum: int = 0, /, **values: object) -> tuple[int, ...]:
     """These values as Python ints, each checked by `whole` under its name.
 

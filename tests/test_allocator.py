@@ -44,6 +44,7 @@ def sizes(gpu):
 )
 def test_rounding_and_segments(nbytes, segment, used):
     gpu = Allocator(GIB)
+    assert gpu.largest_free == 0
     gpu.alloc(nbytes)
     assert (gpu.reserved, gpu.allocated, gpu.requested) == (segment, used, nbytes)
 

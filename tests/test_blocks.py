@@ -68,6 +68,16 @@ def test_a_rotation_changes_only_how_the_gradient_of_the_weights_is_rounded():
     assert [torch.equal(a, b) for a, b in zip(plain, turned, strict=True)] == [True, True, False]
 
 
+def test_a_rotation_draws_its_signs_and_turns_tokens_16_by_16():
+    x, grad, whole = draw(64, 32), draw(64, 32, seed=1), nn.Linear(32, 32, bias=False)
+    layer, generator = BlockLinear(whole, floats.NVFP4, rotate=True), torch.Generator().manual_seed(0)
+    for _ in range(2):
+        signs = torch.randint(0, 2, (16,), generator=generator) * 2.0 - 1
+        turn = torch.block_diag(*[signs.diag() @ hadamard(16).float()] * 4)
+        of_w = near(grad.mT @ turn) @ near(x.mT @ turn).mT
+        assert torch.allclose(products(layer, x, grad)[2], of_w, atol=1e-4)
+
+
 def test_stochastic_rounding_is_right_in_the_mean():
     x, generator = draw(64, 64), torch.Generator().manual_seed(0)
     many = 256

@@ -761,3 +761,14 @@ def test_overheads_of_the_papers():
 def test_a_policy_needs_a_gpt_and_a_known_name():
     with pytest.raises(ValueError, match="unknown policy 'some': use 'none', 'selective', 'full'"):
         checkpointing.apply(GPT(MODELS["gpt"]), "some")
+
+
+def test_a_plan_on_a_clock_ticks_with_each_computation_and_values_live_from_one_to_another():
+    """Worked out by hand: forward 0 · record 1 · backward 1 · drop 1 · record 0 · backward 0."""
+    spans = checkpointing.segments(2, 2).timeline.spans
+    found = sorted((span.start, span.end, span.kind, span.rank) for span in spans)
+    computed = [(0, 1, "forward", 0), (1, 2, "record", 1), (2, 3, "backward", 1)]
+    computed += [(3, 4, "record", 0), (4, 5, "backward", 0)]
+    held = [(2, 3, "interior", 1), (4, 5, "interior", 0), (0, 5, "value", 0)]
+    held += [(1, 3, "value", 1), (2, 3, "value", 2), (4, 5, "value", 1)]
+    assert found == sorted(computed + held)

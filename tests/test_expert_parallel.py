@@ -410,6 +410,16 @@ def test_the_record_of_routers_is_made_of_these_very_steps():
             assert rig.summary(run)[name] == pytest.approx([first], abs=2e-4), name
 
 
+def test_the_rigs_router_is_pulled_to_zero_and_learns_at_the_rate_it_is_given():
+    def run(**how):
+        return ranks(1, 1).run(rigs.expert_parallel.train_router, 0, **how)[0]
+
+    plain, pulled = (run(z_loss=z).logits.logsumexp(-1).mean() for z in (0.0, 1.0))
+    assert abs(pulled) < 0.1 < 2 < plain  # −15 where it is not squared
+    still, moved = run(steps=2, lr=0.0).losses, run(steps=2).losses
+    assert still[0] == moved[0] and still[1] > moved[1]
+
+
 # ── who reduces which gradients ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -74,6 +74,12 @@ def test_text_and_html_end_with_what_is_unexplained():
     ]
 
 
+def test_only_what_answers_every_question_is_left():
+    lines = [Line("weights", 1, rank=0), Line("weights", 2, rank=1), Line("state", 4, rank=0)]
+    assert Ledger(lines).only(name="weights", rank=0).total == 1
+    assert Ledger(lines).only(rank=0).total == 5 and Ledger(lines).only().total == 7
+
+
 @pytest.mark.parametrize(
     "call, message",
     [

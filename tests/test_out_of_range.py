@@ -1,12 +1,14 @@
 """Formulas refuse what is out of their range, by the name of the argument; numbers of numpy are
 numbers."""
 
+import dataclasses
 import math
 import os
 import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 
 from labutils import (
     accumulation,
+    anatomy,
     checkpointing,
     clock,
     collectives,
@@ -27,6 +30,7 @@ from labutils import (
     huggingface,
     ledger,
     memory,
+    model,
     pipeline,
     planner,
     predict,
@@ -39,6 +43,7 @@ from labutils import (
     zero,
 )
 from labutils.model import GPT
+from labutils.timeline import Timeline
 from labutils.world import RankError, World
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -314,41 +319,67 @@ def test_a_rank_beyond_the_last_is_refused(name):
         TABLE[name].fn(**good_ones(name) | {"rank": 4})
 
 
-if __name__ == "__main__":
-    for name in TABLE:
-        for check in (check_refused, check_numpy):
-            try:
-                check(name)
-            except (Exception, pytest.fail.Exception) as error:
-                print(f"{check.__name__} of {name}: {type(error).__name__}: {error}")
-
-
 NET = GPT(MODEL)
 LOGITS = torch.zeros(2, 3)
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "told"),
-    [
-        (lambda: huggingface.from_hf("/none/here"), ValueError, "there is no file 'here' at that path: give the path"),
-        (lambda: huggingface.from_hf(None), TypeError, "takes a path or a dictionary, got None"),
-        (lambda: checkpointing.checkpoint(None), TypeError, "checkpoint takes a Callable, got None (NoneType): a module"),
-        (lambda: clock.Task(0, "F", -1.0), TypeError, "seconds must be a number, got 'F'"),
-        (lambda: clock.Task(0, -1.0), ValueError, "seconds must be a finite number of at least 0, got -1.0"),
-        (lambda: clock.Task(0, 1.0, -1.0), TypeError, "after of a Task takes a Sequence, got -1.0"),
-        (lambda: clock.play(None), TypeError, "play takes an Iterable, got None"),
-        (lambda: ledger.Ledger(None), TypeError, "Ledger takes an Iterable, got None"),
-        (lambda: NET(None), TypeError, "GPT takes a Tensor, got None (NoneType): torch.tensor(…) is one"),
-        (lambda: NET(torch.zeros(1, 2)), ValueError, "GPT takes tokens (b, s) of int64 or int32, got torch.float32 of shape (1, 2): convert"),
-        (lambda: NET(torch.arange(3)), ValueError, "got torch.int64 of shape (3,)"),
-        (lambda: NET(torch.zeros(1, 0).long()), ValueError, "got torch.int64 of shape (1, 0)"),
-        (lambda: expert_parallel.update_bias(NET, None), TypeError, "update_bias takes a Comm, got None"),
-        (lambda: expert_parallel.route(LOGITS, None), TypeError, "k must be a whole number, got None"),
-        (lambda: expert_parallel.route(LOGITS, 1.5), TypeError, "k must be a whole number, got 1.5"),
-        (lambda: expert_parallel.balance_loss(None), TypeError, "balance_loss takes a Routing, got None"),
-        (lambda: flash.attention(None, None, None), TypeError, "attention takes a Tensor, got None"),
-    ],
-)  # fmt: skip
+def one_op(*op):
+    return schedule.Schedule("mine", ((schedule.Op(*op),),), ((0,),), 1)
+
+
+TIRED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: huggingface.from_hf("/none/here"), ValueError, "there is no file 'here' at that path: give the path"),
+    (lambda: huggingface.from_hf(None), TypeError, "takes a path or a dictionary, got None"),
+    (lambda: checkpointing.checkpoint(None), TypeError, "checkpoint takes a Callable, got None (NoneType): a module"),
+    (lambda: clock.Task(0, "F", -1.0), TypeError, "seconds must be a number, got 'F'"),
+    (lambda: clock.Task(0, -1.0), ValueError, "seconds must be a finite number of at least 0, got -1.0"),
+    (lambda: clock.Task(0, 1.0, -1.0), TypeError, "after of a Task takes a Sequence, got -1.0"),
+    (lambda: clock.play(None), TypeError, "play takes an Iterable, got None"),
+    (lambda: ledger.Ledger(None), TypeError, "Ledger takes an Iterable, got None"),
+    (lambda: NET(None), TypeError, "GPT takes a Tensor, got None (NoneType): torch.tensor(…) is one"),
+    (lambda: NET(torch.zeros(1, 2)), ValueError, "GPT takes tokens (b, s) of int64 or int32, got torch.float32 of shape (1, 2): convert"),
+    (lambda: NET(torch.arange(3)), ValueError, "got torch.int64 of shape (3,)"),
+    (lambda: NET(torch.zeros(1, 0).long()), ValueError, "got torch.int64 of shape (1, 0)"),
+    (lambda: expert_parallel.update_bias(NET, None), TypeError, "update_bias takes a Comm, got None"),
+    (lambda: expert_parallel.route(LOGITS, None), TypeError, "k must be a whole number, got None"),
+    (lambda: expert_parallel.route(LOGITS, 1.5), TypeError, "k must be a whole number, got 1.5"),
+    (lambda: expert_parallel.balance_loss(None), TypeError, "balance_loss takes a Routing, got None"),
+    (lambda: flash.attention(None, None, None), TypeError, "attention takes a Tensor, got None"),
+    (lambda: anatomy.parts(None), TypeError, "parts takes a ModelConfig, got None (NoneType): ModelConfig.named(…) is one"),
+    (lambda: clock.play([None]), TypeError, "the list of play takes a Task, got None"),
+    (lambda: clock.play([[None]]), TypeError, "the list of play takes a Task, got [None]"),
+    (lambda: expert_parallel.route(LOGITS.long(), 1), ValueError, "logits of a float format, got torch.int64: use .float()"),
+    (lambda: expert_parallel.route(LOGITS, 1, bias=torch.zeros(4)), ValueError, "bias of 3 experts has shape (3,), got (4,)"),
+    (lambda: expert_parallel.route(LOGITS, 1, bias=torch.zeros(1)), ValueError, "bias of 3 experts has shape (3,), got (1,)"),
+    (lambda: schedule.simulate(one_op(0, 0, 0)), ValueError, "mine: rank 0 runs 00@0: operations of this schedule are F, B"),
+    (lambda: schedule.simulate(one_op("F", "X", 0)), ValueError, "mine: rank 0 runs F0@X: stages are 0 … 0"),
+    (lambda: schedule.simulate(one_op("F", 0, "a")), ValueError, "mine: rank 0 runs Fa@0: micro-batches are 0 … 0"),
+    (lambda: one_op("FB", 0, 0).check(), ValueError, "operations of this schedule are F, B"),
+    (lambda: checkpointing.Costs.uniform(10**9), ValueError, "n = 1,000,000,000: at most 10,000,000 can be written down: take fewer"),
+    (lambda: checkpointing.segments(10**9, 10**9), ValueError, "n = 1,000,000,000: at most"),
+    (lambda: checkpointing.binomial(10**9, 3), ValueError, "n = 1,000,000,000: at most"),
+    (lambda: checkpointing.binomial_evaluations(10**9, 1), ValueError, "n = 1,000,000,000: at most"),
+    (lambda: checkpointing.keep_nothing(10**5), ValueError, "evaluations of n=100000 are 5,000,050,000: at most"),
+    (lambda: zero.unit_order(10**9), ValueError, "num_units is 1,000,000,000: at most"),
+    (lambda: flash.traffic("flash-2", s=10**6, d=64), ValueError, "1000000 × 1000000 scores, 128 × 128 to a tile, are 61,042,969: at most"),
+    (lambda: data_parallel.sampler(10**9, 0, 2), ValueError, "length is 1,000,000,000: at most 100,000,000 can be written down: draw from a shard"),
+    (lambda: pipeline.cut(dataclasses.replace(MODEL, num_layers=10**9), 10**8), ValueError, "to cut 1000000000 layers are 90,000,000,200,000,000: at most"),
+    (lambda: checkpointing.Costs([3]), TypeError, "Costs, for each stage, takes a Stage, got 3"),
+    (lambda: data_parallel.buckets(None), TypeError, "buckets takes an Iterable, got None"),
+    (lambda: Timeline(None), TypeError, "Timeline takes a Sequence, got None"),
+    (lambda: scaling.noise_scale([]), ValueError, "the mean |G|² is 0: average over more"),
+    (lambda: scaling.noise_scale([1.0]), TypeError, "noise_scale takes a Spread, got 1.0"),
+]  # fmt: skip
+
+# Where annotations are enforced, jaxtyping is the first to refuse these.
+PLAIN: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: model.cross_entropy(torch.zeros(2, 3, 8), torch.zeros(2, 4).long()), ValueError, "got torch.int64 (2, 4) for logits (2, 3, 8)"),
+    (lambda: model.cross_entropy(torch.zeros(2, 3, 8), torch.zeros(2, 3)), ValueError, "got torch.float32 (2, 3) for logits (2, 3, 8)"),
+    (lambda: model.cross_entropy(torch.zeros(8), torch.tensor(0)), ValueError, "got torch.int64 () for logits (8,)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "told"), TIRED)
 def test_the_call_of_somebody_tired_is_refused_with_a_remedy(call, kind, told):
     with pytest.raises(kind) as caught:
         call()
@@ -364,3 +395,17 @@ def test_a_step_refuses_tokens_and_targets_that_are_no_whole_numbers(side):
 
     with pytest.raises(RankError, match="share takes tokens .* got torch.float64"):
         World(1, engine="dry").run(program, rank=0)
+
+
+if __name__ == "__main__":
+    for name in TABLE:
+        for check in (check_refused, check_numpy):
+            try:
+                check(name)
+            except (Exception, pytest.fail.Exception) as error:
+                print(f"{check.__name__} of {name}: {type(error).__name__}: {error}")
+    for call in TIRED + PLAIN:
+        try:
+            test_the_call_of_somebody_tired_is_refused_with_a_remedy(*call)
+        except (Exception, pytest.fail.Exception) as error:
+            print(f"{call[2]}: {type(error).__name__}: {error}")

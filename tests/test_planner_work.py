@@ -371,3 +371,6 @@ def test_two_experts_are_experts(experts):
     assert shape.sparse.expert == 3 * h * f
     plan = planner.Plan(dp=2).column()
     assert np.array_equal(*(work.update(each, plan, 0, 800) for each in (model, MIXTURE)))
+    held = planner.ledger(model, planner.Plan(dp=2), 0).by("name")
+    shapes = ATTENTION + 3 * h * f + v * h  # a gradient of each shape of a weight
+    assert held["dummy weight gradients"] == 2 * shapes

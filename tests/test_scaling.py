@@ -245,8 +245,9 @@ def test_the_estimate_has_no_bias():
 def test_the_noise_scale_is_a_ratio_of_means():
     found = [scaling.Spread(8.0, 1.0), scaling.Spread(8.0, 3.0)]
     assert scaling.noise_scale(found) == 4
-    with pytest.raises(ValueError, match="average over more"):
-        scaling.noise_scale([scaling.Spread(1.0, -1.0)])
+    for signals in ([-1.0], [0.0], [1.0, -1.0]):
+        with pytest.raises(ValueError, match="average over more"):
+            scaling.noise_scale(scaling.Spread(1.0, signal) for signal in signals)
     with pytest.raises(ValueError, match="b = 4 and B = 4"):
         scaling.estimate_spread(1.0, 1.0, 4, 4)
 

@@ -441,6 +441,14 @@ def test_a_run_is_a_timeline_that_perfetto_opens(tmp_path):
     assert len({lane for _, lane in lanes}) == len(lanes) > 1  # what runs at once, one below another
 
 
+def test_a_rank_without_operations_holds_nothing_and_an_empty_step_takes_no_time():
+    idle = schedule.read("| F0@0 B0@0")
+    run = schedule.simulate(idle)
+    assert (idle.peak(0), run.peak(0), run.in_flight(0), run.makespan) == (0, 0, (), 3)
+    empty = schedule.simulate(schedule.Schedule("empty", ((),), ((),), 0))
+    assert (empty.makespan, empty.flushed, empty.period) == (0, 0, 0)
+
+
 def test_zb_auto_meets_the_hand_made_ones_and_its_limit():
     for p, m in ((2, 6), (4, 8), (4, 12)):
         for cap, make in ((p, schedule.zb_h1), (2 * p - 1, schedule.zb_h2)):

@@ -43,7 +43,8 @@ def test_a_timeline_of_ranks_that_differ():
     slow = Timeline((Span(1, "backward", "0", 0.0, 1.5), Span(1, "reduce", "bucket 0", 1.0, 2.0)))
     both = sum([fast, slow])
     assert (both.makespan, both.exposed, both.hidden) == (2.0, 0.5, 0.25)
-    assert Timeline(()).makespan == 0 and Timeline(()).hidden == 1
+    nothing = Timeline(())
+    assert (nothing.makespan, nothing.computed, nothing.hidden) == (0, 0, 1)
 
 
 def test_who_computes_inside_another_rank_s_time_ends_no_wait():

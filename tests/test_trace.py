@@ -35,6 +35,8 @@ def test_a_rank_that_passes_on_waits_until_it_has_received():
     chain = Trace([give[:1], [take[0], give[1]], [take[1], give[2]], take[2:]])
     assert [(message.start, message.end) for message in chain.messages] == [(0, 1), (1, 2), (2, 3)]
     assert chain.steps == 3 and chain.makespan(Link(0, 100)) == 3
+    silent = Trace([[], []])
+    assert silent.steps == 0 and silent.makespan(Link(1, 100)) == 0
 
 
 def test_what_is_sent_is_received():

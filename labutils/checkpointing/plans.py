@@ -66,6 +66,8 @@ class Costs:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
+        for each in self.stages:
+            units.instance(each, Stage, "Costs, for each stage,")
         units.whole_fields(self, "input", "input_gradient", minimum=0)
 
     def __len__(self) -> int:
@@ -85,8 +87,13 @@ class Costs:
         output, interior, gradient: bytes of each; without gradients, which are the same in every
             plan, unless given
         """
-        n = units.whole(n, "n", 1)
+        n = _listed(n)
         return cls((Stage(1, output, interior, gradient),) * n, output, gradient)
+
+
+def _listed(n: int) -> int:
+    units.writable(n := units.whole(n, "n", 1), "the stages are n =", "take fewer")
+    return n
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +339,7 @@ def segments(n: int, k: int) -> Reversal:
     Raises ValueError for a k that is not 1 … n.
     Source: Chen et al. 1604.06174, algorithm 1 and eq. (1).
     """
-    n = units.whole(n, "n", 1)
+    n = _listed(n)
     if (k := units.whole(k, "k", 1)) > n:
         raise ValueError(f"{n} stages cannot be cut into {k} segments: use 1 … {n}")
     starts = tuple(part * (n // k) + min(part, n % k) for part in range(1, k))
@@ -349,6 +356,8 @@ def keep_nothing(n: int) -> Reversal:
 
     Cost: n(n + 1)/2 forward evaluations, beside x₀ no more than one value and one recorded stage.
     """
+    n = units.whole(n, "n", 1)
+    units.writable(n * (n + 1) // 2, f"the evaluations of n={n} are", "take fewer stages")
     return _unroll(n, lambda s, t, _: (None if s == t else t, None, None), None, "keep nothing")
 
 
@@ -364,7 +373,7 @@ def binomial_evaluations(n: int, snapshots: int) -> int:
     advance, for the least r with C(c + r, c) ≥ n; plus the n that record, which the paper counts
     with the reverse sweep.
     """
-    n = units.whole(n, "n", 1)
+    n = _listed(n)
     snapshots = units.whole(snapshots, "snapshots", 1)
     r = 0
     while math.comb(snapshots + r, snapshots) < n:

@@ -1,6 +1,6 @@
 """Gradient buckets: which gradients travel together, and the time of their way."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ def buckets(
     Invariant: each is in one bucket; one that is larger than a bucket has a bucket of its own.
     """
     bucket_bytes, itemsize = units.wholes(1, bucket_bytes=bucket_bytes, itemsize=itemsize)
+    units.instance(sizes, Iterable, "buckets")
     given: Mapping[Any, int] = sizes if isinstance(sizes, Mapping) else dict(enumerate(sizes))
     of = {name: units.whole(size, f"size of {name!r}") for name, size in given.items()}
     grouped: list[list[Hashable]] = []

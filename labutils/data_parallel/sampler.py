@@ -22,6 +22,7 @@ def sampler(length: int, rank: int, size: int, *, epoch: int = 0, seed: int = 0)
     length, rank, epoch, seed = units.wholes(length=length, rank=rank, epoch=epoch, seed=seed)
     if rank >= size:
         raise ValueError(f"there is no rank {rank} of {size}: use 0 … {size - 1}")
+    units.writable(length, "length is", "draw from a shard of the data", most=10**8)
     # One permutation for all ranks: they agree without talking.
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
     padded = -(-length // size) * size

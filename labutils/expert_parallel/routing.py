@@ -67,6 +67,10 @@ def route(
         shape = tuple(logits.shape)
         raise ValueError(f"logits of tokens × experts have two dims, got {shape}: flatten the rest")
     E = logits.shape[-1]
+    if not logits.is_floating_point():
+        raise ValueError(f"route takes logits of a float format, got {logits.dtype}: use .float()")
+    if bias is not None and tuple(bias.shape) != (E,):
+        raise ValueError(f"bias of {E} experts has shape ({E},), got {tuple(bias.shape)}")
     if not 1 <= (k := units.whole(k, "k")) <= E:
         raise ValueError(f"k={k} of {E} experts cannot be chosen: use 1 … {E}")
     check_score(score)

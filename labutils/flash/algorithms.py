@@ -129,6 +129,11 @@ class Tiling:
     block_k: int
     offset: int | None = None
 
+    def __post_init__(self) -> None:
+        tiles = -(-self.s_q // self.block_q) * -(-self.s_k // self.block_k)
+        blocks = f"{self.s_q} × {self.s_k} scores, {self.block_q} × {self.block_k} to a tile, are"
+        units.writable(tiles, blocks, "take larger blocks")
+
     @property
     def whole(self) -> tuple[slice, slice]:
         """All queries and all keys: the one tile of plain attention."""

@@ -56,6 +56,8 @@ def cut(model: ModelConfig, n: int) -> tuple[int, ...]:
         return (0, *[1] * L, 0)
     if n == 1:
         return (L,)
+    ways = f"the stages of all ways to cut {L} layers are"
+    units.writable((L - n + 2) * n, ways, "take fewer layers or stages")
     found = []
     for last in range(L - n + 2):
         each, more = divmod(L - last, n - 1)

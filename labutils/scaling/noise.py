@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from statistics import fmean
 from typing import NamedTuple
 
+from labutils import units
+
 
 class Spread(NamedTuple):
     """tr Σ, the variance of one example's gradient summed over parameters, and |G|², the squared
@@ -41,8 +43,9 @@ def noise_scale(found: Iterable[Spread]) -> float:
 
     Raises ValueError where the mean |G|² is not above 0.
     """
-    found = list(found)
-    signal = fmean(each.signal for each in found)
+    for each in (found := list(found)):
+        units.instance(each, Spread, "noise_scale")
+    signal = fmean(each.signal for each in found) if found else 0.0
     if signal <= 0:
         raise ValueError(f"the mean |G|² is {signal:.3g}: average over more seeds or examples")
     return fmean(each.trace for each in found) / signal

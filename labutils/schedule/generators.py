@@ -12,8 +12,6 @@ from labutils.schedule.simulation import simulate
 
 Sentence = Iterable[tuple[int, str]]
 
-_MOST = 10**7  # operations of a schedule, which take some ten seconds to write down
-
 
 def loop(p: int, chunks: int = 1) -> tuple[int, ...]:
     """The rank of each stage when the chunks go round the ranks.
@@ -33,9 +31,8 @@ def _sizes(p: int, m: int, chunks: int = 1, kinds: int = 2) -> tuple[int, int, i
     """p, m and chunks as Python ints; raises TypeError or ValueError for sizes of no schedule, or
     of one that is too long to be written down."""
     p, m, chunks = units.wholes(1, p=p, m=m, chunks=chunks)
-    if (operations := p * m * chunks * kinds) > _MOST:
-        few = f"at most {_MOST:,} can be written down: take fewer ranks or micro-batches"
-        raise ValueError(f"p={p} and m={m} make {operations:,} operations: {few}")
+    made = f"the operations of p={p} and m={m} are"
+    units.writable(p * m * chunks * kinds, made, "take fewer ranks or micro-batches")
     return p, m, chunks
 
 
@@ -248,7 +245,7 @@ def zb_auto(p: int, m: int, cap: int) -> Schedule:
     (p, m, _), cap = _sizes(p, m, kinds=3), units.whole(cap, "cap", 1)
     if cap < min(p, m):
         raise ValueError(f"cap={cap} is too little for p={p}: rank 0 needs {min(p, m)} activations")
-    caps = {cap, *(less for less in (m, m + 1, 2 * p - 1, 2 * p) if p <= less < cap)}
+    caps = {cap, *(less for less in (m, m + 1, 2 * p - 1) if p <= less < cap)}
     found: dict[tuple, Schedule] = {}
     for limit in sorted(caps):
         for tenths in range(10, 41):

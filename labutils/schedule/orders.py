@@ -215,12 +215,12 @@ class Board:
 def _foreign(schedule: Schedule, rank: int, op: Op) -> Reason | None:
     """Why an operation is none of this rank's at all."""
     runs = f"rank {rank} runs {op}"
-    if op.kind not in schedule.kinds:
+    if op.kind not in tuple(schedule.kinds):
         kinds = ", ".join(schedule.kinds)
         return Reason("kind", f"{runs}: operations of this schedule are {kinds}")
-    if not 0 <= op.stage < schedule.stages:
+    if op.stage not in range(schedule.stages):
         return Reason("stage", f"{runs}: stages are 0 … {schedule.stages - 1}")
-    if not 0 <= op.micro_batch < schedule.micro_batches:
+    if op.micro_batch not in range(schedule.micro_batches):
         return Reason("micro-batch", f"{runs}: micro-batches are 0 … {schedule.micro_batches - 1}")
     if (owner := schedule.rank_of(op.stage, op.micro_batch)) != rank:
         return Reason("rank", f"{runs}, which is rank {owner}'s")

@@ -210,7 +210,7 @@ def simulate(
     try:
         rows = _rows(schedule, times, wire)
         start, end = clock.run_times(rows, count)
-    except (KeyError, IndexError):  # no such kind, or no such stage
+    except (KeyError, IndexError, TypeError):  # no such kind, or no such stage
         start, end = [], [None]
     if None in end or sum(map(len, schedule.ranks)) != count:
         raise ValueError(f"{schedule.name}: {why_illegal(schedule)}")

@@ -18,6 +18,7 @@ def unit_order(num_units: int) -> list[tuple[str, int]]:
     Cost: two gathers and a reduce-scatter of every unit but the last, which is gathered once.
     """
     num_units = units.whole(num_units, "num_units", 1)
+    units.writable(num_units, "num_units is", "take fewer")
     last = num_units - 1
     steps: list[tuple[str, int]] = [("gather", 0)]
     for i in range(num_units):
