@@ -381,3 +381,12 @@ def zero_step(level: int, n: int, **how) -> tuple[int, dict[str, int], dict[str,
     train = TrainConfig(micro_batch=1, global_batch=n, precision="fp32", zero=level, **how)
     sent, held = (ask(TWELVES, train, Mesh(dp=n)) for ask in (predict.sent, predict.peak_states))
     return TWELVES.num_params, sent.by("name"), held.by("name")
+
+
+def zero_sends(level: int, *, micro_batches: int = 1, **how) -> float:
+    """How many times Ψ·(N − 1)/N elements a rank of ZeRO sends in a step, gradients and weights."""
+    batch = dict(micro_batch=1, global_batch=4 * micro_batches)
+    train = TrainConfig(**batch, precision="fp32", zero=level, **how)
+    sent = predict.sent(TWELVES, train, Mesh(dp=4))
+    names = ("gradients", "all_gather", "reduce_scatter")
+    return sum(sent.only(name=name).total for name in names) / (3 * TWELVES.num_params)

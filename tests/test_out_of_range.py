@@ -111,7 +111,6 @@ def row(fn, **options):
 
 
 TABLE = {
-    "zero.volume": row(zero.volume, level=(3, "0"), accumulation=(2, "1")),
     "zero.model_states": row(
         named(lambda **o: zero.model_states(level=1, **o)),
         num_params=(100, "+"), n=(4, "1"), K=(12, "0"), gradient_bytes=(2, "0"),

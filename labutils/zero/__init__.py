@@ -21,7 +21,7 @@ from labutils.zero.flat_parameter import FlatParameter
 from labutils.zero.optimizer import Optimizer
 from labutils.zero.order import step_timeline, unit_order
 from labutils.zero.partition import Partition, partition
-from labutils.zero.predict import model_states, volume
+from labutils.zero.predict import model_states
 from labutils.zero.reducer import Reducer
 from labutils.zero.sharded import ParamGroup, Sharded, gathered, shard
 from labutils.zero.snapshot import SnapshotError, load, save

@@ -1,41 +1,9 @@
-"""What ZeRO divides and what it sends, by the paper's formulas for Ψ parameters."""
+"""What ZeRO divides, by the paper's formulas for Ψ parameters."""
 
 from fractions import Fraction
 
 from labutils import units
 from labutils.ledger import Ledger, Line
-
-
-def volume(level: int, *, accumulation: int = 1, reshard: bool = True) -> int:
-    """How many times Ψ·(N − 1)/N elements each rank sends in a step of so many micro-batches.
-
-    - level 0: an all-reduce of the gradients, which is twice; at levels 1 to 3 a reduce-scatter of
-      them, once a step at level 1 and once a backward pass at 2 and 3;
-    - an all-gather of the weights, once a step at levels 1 and 2; at level 3 once in each pass
-      forward and, with `reshard`, once backward.
-
-    >>> [volume(level) for level in (0, 1, 2, 3)]
-    [2, 2, 2, 3]
-    >>> m = 4  # micro-batches
-    >>> volume(2, accumulation=m) == m + 1  # ZeRO-2
-    True
-    >>> volume(3, accumulation=m) == 3 * m  # ZeRO-3
-    True
-
-    Of a GPT on a mesh `predict.sent` says it to the byte.
-    Source: Rajbhandari et al. 1910.02054, section 7: 2Ψ, 2Ψ and 3Ψ.
-    """
-    level, accumulation = _level(level), units.whole(accumulation, "accumulation", 1)
-    gathers = (1, 1, accumulation * (1 + reshard))[level - 1] if level else 0
-    return gathers + (2, 1, accumulation, accumulation)[level]
-
-
-def _level(level: int) -> int:
-    if not units.is_whole(level) or level not in (0, 1, 2, 3):
-        raise ValueError(
-            f"level={level!r} is no level of ZeRO: use 0 (nothing is sharded), 1, 2 or 3"
-        )
-    return int(level)
 
 
 def model_states(
@@ -59,10 +27,14 @@ def model_states(
     Source: Rajbhandari et al. 1910.02054, figure 1 and table 1.
     """
     num_params = units.positive(num_params, "num_params")
-    level, n = _level(level), units.whole(n, "n", 1)
+    n = units.whole(n, "n", 1)
+    if not units.is_whole(level) or level not in (0, 1, 2, 3):
+        raise ValueError(
+            f"level={level!r} is no level of ZeRO: use 0 (nothing is sharded), 1, 2 or 3"
+        )
     gradients, states = units.whole(gradient_bytes, "gradient_bytes"), units.whole(K, "K")
     found, sizes = [], dict(weights=(2, 3), gradients=(gradients, 2), optimizer=(states, 1))
     for name, (size, first) in sizes.items():  # and the level that first divides it
         each = Fraction(size, n if level >= first else 1) * Fraction(num_params)
-        found.append(Line(name, round(each), component=name, axis="dp" * (level >= first)))
+        found.append(Line(name, round(each), component=name, axis="dp" * int(level >= first)))
     return Ledger(found)

@@ -222,12 +222,16 @@ results.peak_states.diff(results.history.peak.ledger)
 # A schedule of the learning rate takes the torch optimizer inside: `LambdaLR(optimizer.inner, …)`.
 #
 # **What it buys with accumulation.** Level 1 keeps whole gradients, so it can add up micro-batches and reduce once per step. Levels 2 and 3 keep
-# no whole gradients, and reduce after every micro-batch: (k + 1)Ψ at level 2 and 3kΨ at level 3 for k of them, where level 1 sends 2Ψ, all times (N − 1)/N. Eight micro-batches, Ψ = 1 million parameters in fp32, 4 ranks:
+# no whole gradients, and reduce after every micro-batch: (k + 1)Ψ at level 2 and 3kΨ at level 3 for k of them, where level 1 sends 2Ψ, all times (N − 1)/N. Eight micro-batches, GPT-2 in fp32, 4 ranks:
 
 # %%
+def step_sends(level, k=1):
+    train = TrainConfig(micro_batch=1, global_batch=4 * k, precision="fp32", zero=level)
+    return formulas.sent(ModelConfig.named("gpt2"), train, Mesh(dp=4)).total
+
+
 for level in (1, 2, 3):
-    sent = zero.volume(level, accumulation=8) * 4 * 10**6 * 3 / 4
-    print(f"level {level}: {units.text(sent)}")
+    print(f"level {level}: {units.text(step_sends(level, k=8))}")
 
 # %% [markdown]
 # So with long accumulation, and where whole gradients fit, level 1 sends the least.
@@ -273,7 +277,7 @@ predict("zero/level-3-sends", times=2)
 # Two gathers and a reduce-scatter, each $\Psi(N-1)/N$:
 
 # %%
-reveal("zero/level-3-sends", times=zero.volume(3) / zero.volume(0))
+reveal("zero/level-3-sends", times=round(step_sends(3) / step_sends(0), 2))
 
 # %% [markdown]
 # `zero.shard` changes a module in place: from then on its parameters *are* this rank's pieces, and they have their gradients after `backward()`. Any torch
@@ -889,15 +893,15 @@ world.ledger.by("name"), 4 * (4 * psi * 3 // 4)
 # > - Optimizer state, gradients, weights: each level of ZeRO shards one more. 7.5B parameters on 64 devices: 120, 31.4, 16.6, 1.9 GB.
 # >   <!-- claim: [round(zero.model_states(7.5e9, 64, level).total / 1e9, 1) for level in range(4)] == [120.0, 31.4, 16.6, 1.9] -->
 # > - Levels 1 and 2 send what plain data parallelism sends, 2Ψ(N − 1)/N elements: an all-reduce with the step between its halves.
-# >   <!-- claim: all(zero.volume(level) * 4 * 840 * 3 // 4 == collectives.sent("all_reduce_ring", nbytes=4 * 840, n=4, rank=0).total for level in (1, 2)) -->
+# >   <!-- claim: all(claims.zero_sends(level) * 4 * 840 * 3 // 4 == collectives.sent("all_reduce_ring", nbytes=4 * 840, n=4, rank=0).total for level in (1, 2)) -->
 # > - Level 3 sends 3Ψ(N − 1)/N, half as much again, or 2Ψ without resharding. Freeing sends nothing.
-# >   <!-- claim: 2 * zero.volume(3) == 3 * zero.volume(2) -->
-# >   <!-- claim: zero.volume(3, reshard=False) == zero.volume(2) -->
+# >   <!-- claim: 2 * claims.zero_sends(3) == 3 * claims.zero_sends(2) -->
+# >   <!-- claim: claims.zero_sends(3, reshard=False) == claims.zero_sends(2) -->
 # > - The gathers of level 3 hide if a rank has about F/bw tokens in a micro-batch, FLOP/s over bytes/s, whatever the size of a layer, as long as it has many more bytes than N·λ·bw.
 # > - Hybrid sharding keeps gathers inside a machine; between machines each rank all-reduces its share of the gradient, 2(Ψ/n)(1 − n/N) elements with n of the N ranks in each machine.
 # >   <!-- claim: collectives.sent("all_reduce_ring", nbytes=960, n=4).by("rank")[0] * 4 == collectives.sent("all_reduce_ring", nbytes=4 * 960, n=4).by("rank")[0] -->
 # > - With micro-batches levels 2 and 3 reduce after each one, if they keep no whole gradients, and level 1 once: with eight, level 2 sends 4.5 times as much.
-# >   <!-- claim: zero.volume(2, accumulation=8) == 4.5 * zero.volume(1, accumulation=8) -->
+# >   <!-- claim: claims.zero_sends(2, micro_batches=8) == 4.5 * claims.zero_sends(1, micro_batches=8) -->
 # > - The floors of levels 1 and 2 are 4Ψ and 2Ψ. That of level 3, with layers as units, is two layers, their gradients and the embeddings, whole for a moment on top of 16Ψ/N: 44.5 GB for Llama-3.1-405B on 16,384 ranks. Embedding and head as units of their own save 16.8 GB of that.
 # >   <!-- claim: round(8e-9 * (lambda m: m.vocab_size * m.d_model)(config.ModelConfig.named("llama-3.1-405b")), 1) == 16.8 -->
 # >   <!-- claim: round(1e-9 * predict.peak_states(config.ModelConfig.named("llama-3.1-405b"), config.TrainConfig(micro_batch=1, global_batch=16384, zero=3), config.Mesh(dp=16384)).total, 1) == 44.5 -->
