@@ -98,7 +98,7 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     };
     refused("precision", first.includes("autocast"), "Half copies of autocast have no formula beyond data parallelism.");
     refused("checkpointing", dropout && chosen !== "none", "The masks of dropout that are computed again have no formula beyond data parallelism.");
-    for (const [letter, size] of Object.entries({ a, f, v })) if (size % tp) throw problem("tp", `tp = ${tp} does not divide ${letter} = ${grouped(size)}: choose a divisor.`);
+    for (const [letter, size] of Object.entries({ a, f, v })) if (size % tp) throw problem("tp", `tp = ${tp} does not divide ${letter} = ${grouped(size)}: choose a divisor, or pad it.`);
     if (g % tp && tp % g) throw problem("tp", `tp = ${tp} neither divides g = ${g} key–value heads nor is a multiple.`);
     if (s % (cp > 1n ? 2n * cp : 1n)) throw problem("cp", `${grouped(s)} tokens are not ${2n * cp} equal chunks, two for each of ${cp} ranks: choose a multiple of ${2n * cp}.`);
     if (cp > 1n && +field("attention").value !== 0) throw problem("attention", "A ring of ranks (cp) has fused attention alone.");
@@ -271,7 +271,7 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
   };
   const where = { forward: "in the forward pass", backward: "in the backward pass", optimizer: "in the optimizer’s step" };
   const show = (data, setting) => {
-    const { room, letters, mesh, zero } = setting;
+    const { room, letters, mesh } = setting;
     const phases = mesh.more ? { held: hold(data, setting) } : predict(data, setting);
     const peak = Object.values(phases).reduce((most, phase) => (phase.total > most.total ? phase : most));
     const fails = Object.values(phases).find(({ total }) => total > room);

@@ -24,6 +24,7 @@ def model_states(
     >>> model_states(Ψ, N_d, 3, K=K).total == (2 + 2 + K) / N_d * Ψ  # ZeRO-3
     True
 
+    Raises ValueError for what is no level of ZeRO.
     Source: Rajbhandari et al. 1910.02054, figure 1 and table 1.
     """
     num_params = units.positive(num_params, "num_params")

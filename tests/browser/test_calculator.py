@@ -269,7 +269,7 @@ def test_what_a_rank_of_a_mesh_holds_is_what_is_predicted(browser, tmp_path):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"tp": 5}, "tp = 5 does not divide a = 12: choose a divisor."),
+        ({"tp": 5}, "tp = 5 does not divide a = 12: choose a divisor, or pad it."),
         ({"cp": 3}, "1,024 tokens are not 6 equal chunks, two for each of 3 ranks"),
         ({"cp": 2, "attention": 1}, "A ring of ranks (cp) has fused attention alone."),
         ({"pp": 2, "sequence": 1}, "choose a tp above 1 that divides them"),
