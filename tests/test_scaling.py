@@ -150,6 +150,10 @@ def test_a_wider_network_of_mup_begins_and_steps_as_its_table_says():
     usual = dataclasses.replace(wide, base=0).start([1])[0].split(sizes)
     assert [torch.equal(*pair) for pair in zip(began, usual, strict=True)].count(False) == 1
     torch.testing.assert_close(began[5], usual[5] / 2)  # variance 1/n²
+    rates, start = (dataclasses.replace(wide, half=half) for half in ("rates", "start"))
+    assert torch.equal(rates.steps(), wide.steps()) and (start.steps() == 1).all()
+    assert torch.equal(start.start([1])[0], wide.start([1])[0])
+    assert torch.equal(rates.start([1])[0], torch.cat(usual))
     how = dict(lr=[0.01], batch=8, samples=8, seeds=[1], optimizer="adam")
     moved = rigs.copies.train_copies(wide, LETTERS, **how)[0, 0] - wide.start([1])[0]
     lengths = [part.abs().max().item() for part in moved.split(sizes)]

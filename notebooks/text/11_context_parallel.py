@@ -457,8 +457,16 @@ for n in (1, 2, 4, 8, 16):
 by_1, by_16 = (formulas.activations(llama, bf16, Mesh(cp=n)).total for n in (1, 16))
 reveal("kept/of-16", times=round(by_1 / by_16, 3))
 
+# %%
+print("activations", units.text(by_16))
+for level in (0, 3):
+    shared = dataclasses.replace(bf16, zero=level)
+    held = formulas.states(llama, shared, Mesh(cp=16)).total
+    both = units.text(by_16 + held)
+    print(f"states, ZeRO-{level}", units.text(held), "and both", both)
+
 # %% [markdown]
-# Of what a rank holds, context parallelism divides activations and nothing else: every rank holds all weights. 61.5 GB and 128 GB of states (16 bytes for each of 8.03 billion parameters) do not fit an H100. So the same ranks shard those, ZeRO over `("dp", "cp")` (lab 09): with ZeRO-3 it is 61.5 + 8 GB and a gathered layer, which fits. With recomputation (lab 04) far fewer ranks would do; a ring then goes round three times, and sends a quarter more.
+# Of what a rank holds, context parallelism divides activations and nothing else: every rank holds all weights. Both do not fit an H100. So the same ranks shard the states, ZeRO over `("dp", "cp")` (lab 09): that and a gathered layer of 0.44 GB fit in 80 GB. With recomputation (lab 04) far fewer ranks would do; a ring then goes round three times, and sends a quarter more.
 
 # %% [markdown]
 # ## Further: or trade tokens for heads?
