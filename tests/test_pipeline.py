@@ -603,6 +603,18 @@ def test_the_head_is_the_last_stages_work():
     assert pipeline.cut(config, 5) == (1, 1, 2, 2, 0)
 
 
+def test_layers_before_the_experts_have_flops_of_their_own():
+    """DeepSeek-V3: three layers alike, then 58 whose feed-forward is 8 experts, one that all tokens
+    visit and a router."""
+    model = ModelConfig.named("deepseek-v3")
+    h, x, f = model.d_model, 2048, model.d_ff
+    more = 2 * (9 * 3 * h * x + 256 * h) - 2 * 3 * h * f
+    one = pipeline.stage_flops(model, [1] * 61)
+    assert one[1:3] == one[:1] * 2 and one[4:-1] == one[3:4] * 56 and one[3] - one[0] == more
+    assert pipeline.stage_flops(model, (2, 2, 57))[1] == one[0] + one[3]
+    assert sum(one) == sum(anatomy.token_flops(model).values())
+
+
 def test_stages_are_the_model():
     """Its parameters under its names, each once; a stage alone computes its part."""
     model = build(LLAMA)

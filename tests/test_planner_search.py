@@ -161,15 +161,15 @@ def test_what_a_task_refuses():
             planner.Plan(**{axis: 0})
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2", "mixtral-8x7b"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2", "mixtral-8x7b", "deepseek-v2"])
 def test_the_cut_is_the_pipelines(name):
     model = ModelConfig.named(name)
     for n in range(1, model.num_layers + 3):
         assert work.stage_layers(model, n) == pipeline.cut(model, n)
     with pytest.raises(ValueError, match="layers do not fill"):
         work.stage_layers(model, model.num_layers + 3)
-    with pytest.raises(ValueError, match="5 stages do not divide"):
-        work.stage_layers(model, 5, even=True)
+    with pytest.raises(ValueError, match="7 stages do not divide"):
+        work.stage_layers(model, 7, even=True)
 
 
 def test_what_is_in_flight_is_what_schedules_hold():

@@ -29,11 +29,15 @@ def stage_flops(model: ModelConfig, layers: Sequence[int]) -> list[int]:
     if sum(layers) != model.num_layers:
         got = f"stages of {', '.join(map(str, layers))} layers"
         raise ValueError(f"{got} do not make a model of {model.num_layers}: they must add up to it")
-    flops = anatomy.token_flops(model)
-    layer = sum(n for name, n in flops.items() if "blocks" in name) // model.num_layers
-    return [
-        layer * count + flops["head"] * (i == len(layers) - 1) for i, count in enumerate(layers)
-    ]
+    flops, dense = anatomy.token_flops(model), model.dense_layers
+    of_dense = sum(n for name, n in flops.items() if name.startswith("dense."))
+    of_others = sum(flops.values()) - flops["head"] - of_dense
+    first = [min(end, dense) for end in itertools.accumulate(layers, initial=0)]
+    found = []
+    for count, plain in zip(layers, (b - a for a, b in itertools.pairwise(first)), strict=True):
+        others = of_others // (model.num_layers - dense) * (count - plain)
+        found.append(of_dense // max(dense, 1) * plain + others)
+    return [*found[:-1], found[-1] + flops["head"]]
 
 
 def cut(model: ModelConfig, n: int) -> tuple[int, ...]:

@@ -167,7 +167,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("pipeline/stages", "test_pipeline"): [
         ('(longest(layers), -layers[-1])', 'longest(layers)'),
         ('if n == L + 2:', 'if n == L + 3:'),
-        ('flops["head"] * (i == len(layers) - 1)', 'flops["head"] * (i == 0)'),
+        ('[*found[:-1], found[-1] + flops["head"]]', '[found[0] + flops["head"], *found[1:]]'),
+        ('if name.startswith("dense.")', 'if name.startswith("blocks.")'),
+        ("* (count - plain)", "* count"),
         ('*[each] * (n - 1 - more), *[each + 1] * more, last', '*[each] * (n - 2), each + more, last'),
         ('s //= vars(self)["comm"].size', 'pass'),
         ('itertools.islice(numbers, count)', 'itertools.islice(numbers, 1)'),
