@@ -184,6 +184,13 @@ def test_activations_beside_adapters_are_a_sum_on_one_device(names):
     assert formula == dry and len(predict.activations(plan.model, train)) > 1
 
 
+def test_the_scale_of_a_loss_in_fp16_is_kept_where_the_head_is():
+    plan = case(("1F1B", "tp + sp", "bf16"))
+    train = replace(plan.train, frozen=(), precision="fp16")
+    formula, dry = activations_both_ways(plan.model, train, plan.mesh, plan.mesh.size - 1)
+    assert formula == dry
+
+
 def activations_both_ways(*plan):
     """Bytes of activations by the formula, and in a dry run."""
     moments = rehearsal(*plan).history.only("activations").moments
