@@ -298,17 +298,13 @@ class _Run:
             yield from ((name, key) for key, code in sorted(known.items()) if code in OF_CODE)
 
     def owners(self, name: str) -> dict[tuple[int, int], tuple[int, int]]:
-        """Who sends which stretch of a parameter, of those who have it, of one pipeline rank: by
-        share and beginning, the rank and how many numbers."""
+        """Who sends which stretch of a parameter, of those who have it (a pipeline cuts copies alike):
+        by share and beginning, the rank and how many numbers."""
         found: dict[tuple[int, int], tuple[int, int]] = {}
-        places: set[int] = set()
         for rank, told in enumerate(self.ranks):
             _, _, cut, start, n, _ = told["pieces"].get(name, (0, 0, 0, 0, 0, 0))
-            place = self.comm.mesh.coords(self.comm.ranks[rank])["pp"]
-            if name in told["pieces"] and places <= {place}:
-                places.add(place)
-                if n:
-                    found.setdefault((cut[1], start), (rank, n))
+            if n:
+                found.setdefault((cut[1], start), (rank, n))
         return found
 
     def wholes(self) -> Iterator[Tensor]:

@@ -1043,7 +1043,6 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("[*tensors[key].shape] != self.whole[name][1]:", "False:"),
         ("optimizer.publish()", "pass"),
         ('if tied and name == "head.weight"', 'if False'),
-        ("places <= {place}", "True"),
         ("return whole.tensor_split(parts, dim)[part] if parts > 1", "return whole.tensor_split(parts, 0)[part] if parts > 1"),
         ("found.setdefault((cut[1], start), (rank, n))", "found.setdefault((0, start), (rank, n))"),
         ("self.state |= each.state", "self.state = each.state"),
