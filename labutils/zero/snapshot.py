@@ -298,8 +298,8 @@ class _Run:
             yield from ((name, key) for key, code in sorted(known.items()) if code in OF_CODE)
 
     def owners(self, name: str) -> dict[tuple[int, int], tuple[int, int]]:
-        """Who sends which stretch of a parameter, of those who have it (a pipeline cuts copies alike):
-        by share and beginning, the rank and how many numbers."""
+        """Who sends which stretch of a parameter, of those who have it: by share and beginning, the
+        rank and how many numbers. The ranks of a pipeline cut their copies alike."""
         found: dict[tuple[int, int], tuple[int, int]] = {}
         for rank, told in enumerate(self.ranks):
             _, _, cut, start, n, _ = told["pieces"].get(name, (0, 0, 0, 0, 0, 0))
