@@ -67,6 +67,16 @@ def sent(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int 
     >>> forward = sent(gpt2, train, mesh).only(name="send forward").total
     >>> forward == 2 * m * b * s * h  # to the next stage, forward, in half precision
     True
+    >>> Ψ, N_d = gpt2.num_params, 4
+    >>> def shared(level: int, name: str) -> int:
+    ...     split = replace(train, global_batch=N_d * m * b, zero=level)
+    ...     return sent(gpt2, split, Mesh(dp=N_d)).only(name=name).total
+    >>> shared(1, "all_gather") == 2 * Ψ * (N_d - 1) / N_d  # ZeRO-1 and 2, weights
+    True
+    >>> shared(2, "reduce_scatter") == 2 * m * Ψ * (N_d - 1) / N_d  # ZeRO-2 and 3, gradients
+    True
+    >>> shared(3, "all_gather") == 4 * m * Ψ * (N_d - 1) / N_d  # ZeRO-3, weights
+    True
 
     Raises ValueError for what does not go together (`step.check_plan`).
     """
