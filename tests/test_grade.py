@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import resource
 import socket
 import subprocess
 import sys
@@ -172,6 +173,19 @@ def test_what_is_named_does_not_depend_on_when_the_grader_looks():
     while computed(process) < 1:  # a grader that is late finds more than one limit passed
         time.sleep(containment.LOOK)
     assert process.look() and process.ended == "stopped: it started more than 4 processes"
+
+
+@pytest.mark.skipif(not containment.LINUX, reason="elsewhere a leader's usage is not its child's")
+def test_an_answer_that_the_system_ended_before_the_grader_looked_is_out_of_time():
+    def works(send, out_of_reach):
+        resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
+        while True:
+            pass
+
+    process = started(works, grade.Limits(seconds=0.5))
+    os.waitid(os.P_PID, process.leader, os.WEXITED | os.WNOWAIT)
+    assert process.look()
+    assert process.ended == "stopped: it did not end within 0.5 seconds of computing"
 
 
 @pytest.mark.skipif(not containment.LINUX, reason="elsewhere waiting is not told from computing")

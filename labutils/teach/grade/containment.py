@@ -159,9 +159,12 @@ class Contained:
     def look(self) -> bool:
         """Whether it has ended, or was ended; `ended` says why, "" where it ended by itself."""
         self._read()
-        done, status = os.waitpid(self.leader, os.WNOHANG)
+        done, status, used = os.wait4(self.leader, os.WNOHANG)
         if done:
-            self._close(_spoken(os.waitstatus_to_exitcode(status)))
+            code, computed = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+            # The system's limit on computing came before the look of a grader that was late.
+            late = code == 128 + signal.SIGKILL and computed > self.limits.seconds
+            self._close(self._too_long() if late else _spoken(code))
         elif too_much := self._too_much():
             self.stop(too_much)
         return bool(done or self.ended)
@@ -202,10 +205,13 @@ class Contained:
         if bytes_below(self.folder) > 4 * limits.written:
             return f"stopped: it wrote more than {4 * limits.written / 1e6:g} MB"
         if sum(map(_computed, running)) > limits.seconds:
-            return f"stopped: it did not end within {limits.seconds:g} seconds of computing"
+            return self._too_long()
         if self.waited > WAITING * limits.seconds:
             return f"stopped: it did not end within {WAITING * limits.seconds:g} seconds of waiting"
         return ""
+
+    def _too_long(self) -> str:
+        return f"stopped: it did not end within {self.limits.seconds:g} seconds of computing"
 
 
 def _lead(program: Callable, pipe: int, folder: str, limits: Limits) -> None:
