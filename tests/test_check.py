@@ -303,6 +303,8 @@ def test_reveal_says_how_far_off():
     assert str(check.reveal("q", MB=96)) == "You guessed 96.0 MB, it is 96.0 MB: right."
     for actual in (48, 192):
         assert "off by a factor of 2." in str(check.reveal("q", MB=actual))
+    assert str(check.reveal("q", MB=96.3)).endswith("right within half a percent.")
+    assert str(check.reveal("q", MB=95.4)).endswith("off by a factor of 1.01.")
     check.predict("q", GiB=1.5)
     assert "1.50 GiB, it is 3.00 GiB: off" in str(check.reveal("q", GiB=3))
     check.predict("q", answer="nan")

@@ -294,7 +294,10 @@ def reveal(question: str, *words: str, **answer: int | float | str) -> Text:
         return Text(f"{said}: right.")
     if min(guess, actual) <= 0 or not math.isfinite(guess / actual):
         return Text(f"{said}.")
-    return Text(f"{said}: off by a factor of {max(guess / actual, actual / guess):.3g}.")
+    factor = max(guess / actual, actual / guess)
+    if factor < 1.005:
+        return Text(f"{said}: right within half a percent.")
+    return Text(f"{said}: off by a factor of {factor:.3g}.")
 
 
 def _meaning(word: int | float | str) -> str:
