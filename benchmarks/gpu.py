@@ -108,7 +108,7 @@ def peaks(model: ModelConfig, rows: int) -> list[dict]:
             measured = torch.cuda.max_memory_allocated() - before
         else:
             measured = measure.peak(step, net, optimizer).total
-        predicted = memory.predict(
+        predicted = memory.peak(
             model, TrainConfig(micro_batch=rows, global_batch=rows, stepping="foreach", **options)
         ).total
         table.append(options | dict(rows=rows, predicted=predicted, measured=measured))

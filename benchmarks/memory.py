@@ -22,14 +22,14 @@ def main() -> None:
         ("plain", "sdpa"), ("none", "selective", "full"), (1, 8)
     ):
         start = time.perf_counter()
-        memory.predict(
+        memory.peak(
             model,
             replace(train, attention=attention, checkpointing=checkpointing, global_batch=4 * m),
         )
         first.append(1e3 * (time.perf_counter() - start))
     middle, slowest = statistics.median(first), max(first)
     print(f"first of its kind   {middle:8.2f} ms ({len(first)} kinds, {slowest:.2f} the slowest)")
-    taken = interleave({"one more": lambda: memory.predict(model, train)}, 200)["one more"]
+    taken = interleave({"one more": lambda: memory.peak(model, train)}, 200)["one more"]
     print(f"one more            {taken.median:8.3f} ms ({taken.minimum:.3f})")
     trains = [
         replace(
@@ -45,7 +45,7 @@ def main() -> None:
         for d_ff in range(3200, 13200, 1000)
     ]
     start = time.perf_counter()
-    smallest = min(memory.predict(each, plan).total for each in models for plan in trains)
+    smallest = min(memory.peak(each, plan).total for each in models for plan in trains)
     taken = time.perf_counter() - start
     count = len(models) * len(trains)
     print(f"{count:,} configurations in {taken:.1f} s; the smallest peak is {smallest:,} bytes")

@@ -139,7 +139,7 @@ def test_what_the_gpt_does_not_run_is_counted_and_refused(what):
     for refuses in (
         lambda: gpt(model),
         lambda: step.build(model, train, mesh),
-        lambda: memory.predict(model, train),
+        lambda: memory.peak(model, train),
         lambda: memory.activations(model, train),
     ):
         with pytest.raises(ValueError, match=f"GPT does not run {what}"):

@@ -232,8 +232,6 @@ ONE_QUESTION = {"activations", "history", "model_states", "peak", "sent"}
 # One deed, done to what the topic has: a schedule, or a plan of recomputing, is carried out; a loss
 # is taken of logits that are whole, split, or of few bits, by torch's name.
 ONE_DEED = {"cross_entropy", "run"}
-# The same word for what its topic calls so: what a formula says of memory and what a learner does.
-ITS_TOPICS_WORD = {"predict"}
 
 
 def homes_of_names():
@@ -247,7 +245,7 @@ def homes_of_names():
 
 
 def test_one_public_name_has_one_meaning():
-    assert homes_of_names().keys() == ONE_QUESTION | ONE_DEED | ITS_TOPICS_WORD
+    assert homes_of_names().keys() == ONE_QUESTION | ONE_DEED
 
 
 # The same formats under torch's names: what a tensor of them has as its dtype.

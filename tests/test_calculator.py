@@ -1,4 +1,4 @@
-"""The memory calculator: its formulas give what `memory.peak.by_formula` gives, byte for byte, and the panel says what it needs to say."""
+"""The memory calculator: its formulas give what `memory.moments.by_formula` gives, byte for byte, and the panel says what it needs to say."""
 
 import dataclasses
 import html
@@ -55,7 +55,7 @@ def asked(model, b, s, n, chosen):
     }
     train = TrainConfig(micro_batch=b, global_batch=b * n, **options)
     model = dataclasses.replace(model, seq_len=s)
-    return memory.peak.by_formula(model, train, Mesh(dp=n))
+    return memory.moments.by_formula(model, train, Mesh(dp=n))
 
 
 def lines(peak):
@@ -225,7 +225,7 @@ def test_every_component_is_derived_in_the_lab_and_the_panel_stays_small():
         if line.startswith("#")
     }
     assert set(calculator.SECTIONS.values()) <= headings and set(calculator.SECTIONS) == set(
-        memory.peak.COMPONENTS
+        memory.moments.COMPONENTS
     )
     outputs = [
         output.data["text/html"]

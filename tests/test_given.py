@@ -93,7 +93,7 @@ CALLS = [  # `x` stands where a module, a schedule or a config belongs
     ("predict.peak(TINY, x)", "a step takes a TrainConfig"),
     ("predict.sent(x, TRAIN)", "a step takes a ModelConfig"),
     ("memory.activations(TINY, x)", "memory takes a TrainConfig"),
-    ("memory.predict(x, TRAIN)", "memory takes a ModelConfig"),
+    ("memory.peak(x, TRAIN)", "memory takes a ModelConfig"),
     ("checkpointing.run([LAYER], x, torch.ones(1, 2))", "a chain takes a Reversal"),
     ("checkpointing.run([LAYER], checkpointing.segments(1, 1), x)", "a chain takes a Tensor"),
     ("checkpointing.costs([LAYER], x)", "a chain takes a Tensor"),

@@ -413,7 +413,7 @@ def test_what_has_no_formula_is_refused():
         with pytest.raises(ValueError, match=f"{name}='{given}': of adapters there is a formula"):
             memory.activations(GPT2, replace(train, **{name: given}))
     with pytest.raises(ValueError, match="no formula for adapters"):
-        memory.predict(GPT2, train)
+        memory.peak(GPT2, train)
     with pytest.raises(ValueError, match="num_experts=3"):
         lora.training_flops(ModelConfig(**SIZES, num_experts=3), rank=1)
 

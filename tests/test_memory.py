@@ -202,7 +202,7 @@ def test_the_peak_is_that_of_the_timeline(config, train, more):
     config = replace(
         config, num_experts=1, top_k=1, shared_expert=False, num_layers=config.num_layers + more
     )
-    peak, history = memory.predict(config, train), memory.history(config, train)
+    peak, history = memory.peak(config, train), memory.history(config, train)
     fullest = history.peak
     assert peak.total == fullest.ledger.total
     assert peak.by("component") == {
@@ -264,7 +264,7 @@ def test_the_peak_of_one_kind_is_a_formula():
             num_layers=L, d_model=32, num_heads=4, d_ff=128, vocab_size=2000, seq_len=s
         )
         h, f, a, v = model.letters("h f a v")
-        peak = memory.predict(
+        peak = memory.peak(
             model, TrainConfig(micro_batch=b, global_batch=b, precision="fp32", optimizer="sgd")
         )
         assert peak.phase == "backward"
@@ -286,16 +286,16 @@ def test_what_cannot_be_predicted_is_said():
     model, train = ModelConfig.named("gpt2"), TrainConfig(micro_batch=1, global_batch=4)
     for wrong in (dict(sequence=True), dict(fp8="tiles"), dict(attention="ring"), dict(clip=1.0)):
         with pytest.raises(ValueError, match="or ask predict"):
-            memory.predict(model, replace(train, **wrong))
+            memory.peak(model, replace(train, **wrong))
     with pytest.raises(
         ValueError,
         match="num_experts=4: .* depends on what the router chooses.*predict.states and memory.activations are exact",
     ):
-        memory.predict(replace(model, num_experts=4), train)
+        memory.peak(replace(model, num_experts=4), train)
     with pytest.raises(TypeError, match="takes a ModelConfig, got 'gpt2'"):
-        memory.predict("gpt2", train)
+        memory.peak("gpt2", train)
     with pytest.raises(ValueError, match="d_head=3 is odd"):
-        memory.predict(replace(model, positions="rope", d_head=3), train)
+        memory.peak(replace(model, positions="rope", d_head=3), train)
 
 
 def test_the_update_is_the_fullest_moment_of_little_work():

@@ -36,7 +36,7 @@ assert pathlib.Path(labutils.__file__).is_relative_to(unpacked)
 assert ModelConfig.named("gpt2").num_params == 124_439_808
 assert Hardware.named("H100").memory == 80 * 10**9
 train = TrainConfig(micro_batch=1, global_batch=1, precision="fp32")
-assert memory.predict(ModelConfig.named("gpt2"), train).total > 16 * 124_439_808
+assert memory.peak(ModelConfig.named("gpt2"), train).total > 16 * 124_439_808
 assert rigs.scaling.goyal("Table 1") and rigs.lora.sweep("text") and rigs.corpus.encoded().numel()
 assert sum(weight.numel() for weight in rigs.fp8.reader().parameters()) == 406_144
 """

@@ -225,7 +225,7 @@ def test_on_one_device_a_step_of_a_mesh_holds_what_memory_says_and_the_weights_o
     """Why `memory.recording` has a loop of its own."""
     model = replace(ModelConfig.named("gpt2"), num_layers=3)
     train = TrainConfig(**{"micro_batch": 1, "global_batch": 1} | given)
-    assert predict.peak(model, train).total - memory.predict(model, train).total == scalars
+    assert predict.peak(model, train).total - memory.peak(model, train).total == scalars
 
 
 BEGUN = {

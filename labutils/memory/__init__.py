@@ -7,6 +7,6 @@ Predictions have the type and the names of `measure`, so that
 
 from labutils.memory.activations import activations
 from labutils.memory.allocator import Allocator, OutOfMemory, replay
-from labutils.memory.peak import Peak, history, predict
+from labutils.memory.moments import Peak, history, peak
 from labutils.memory.published import beyond_the_paper, korthikanti
 from labutils.memory.states import step_peak

@@ -23,7 +23,7 @@ from typing import Any
 from labutils import anatomy, predict, units
 from labutils.config import MOMENTS, Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import COMPONENTS, Ledger, Line
-from labutils.memory import formulas, peak
+from labutils.memory import formulas, moments
 from labutils.teach import widgets
 
 _SCRIPT, _STYLE = (
@@ -92,11 +92,11 @@ class Calculator:
     """A panel that predicts the peak of a training step, for the models of `names` and `configs`;
     for all that the course knows if there are none.
 
-    It evaluates what `memory.predict` evaluates, in the reader's browser. A step is one
+    It evaluates what `memory.peak` evaluates, in the reader's browser. A step is one
     micro-batch. With ZeRO, where `predict` runs a rank dry, the page takes each parameter for a
-    bucket that the devices divide, as `memory.peak.by_formula` says. With pp, cp or tp it says what
-    the first rank of a stage holds between the operations of a step, under 1F1B: `predict.states`
-    and `predict.activations`.
+    bucket that the devices divide, as `memory.moments.by_formula` says. With pp, cp or tp it says
+    what the first rank of a stage holds between the operations of a step, under 1F1B:
+    `predict.states` and `predict.activations`.
 
     >>> Calculator("gpt2", mine=ModelConfig.named("llama-2-7b"))
     Memory calculator: gpt2, mine
@@ -114,7 +114,7 @@ class Calculator:
                 if (model := ModelConfig.named(name)).num_experts == 1
             }
         for model in models.values():
-            peak.predictable(model, ONE)
+            moments.predictable(model, ONE)
         self.models = models
         self.kinds = {_kind(model): model for model in reversed(models.values())}
 
@@ -180,7 +180,7 @@ class Calculator:
             **{name: getattr(kind, name) for name in ("heads", "groups", "grouped")},
         }
 
-    def evaluate(self, **chosen: Any) -> peak.Peak:
+    def evaluate(self, **chosen: Any) -> moments.Peak:
         """The peak at one setting of the panel, in bytes, from the same formulas: what the page
         computes, computed in Python.
 
@@ -213,11 +213,12 @@ class Calculator:
         for name, component, formula in top[2]:
             if amount := _value(formula, letters):
                 lines.append(Line(name, amount, component, note=formula))
-        lines.sort(key=lambda line: peak.COMPONENTS.index(line.component))
-        return peak.Peak(tuple(lines), *top[:2], phases)
+        lines.sort(key=lambda line: moments.COMPONENTS.index(line.component))
+        return moments.Peak(tuple(lines), *top[:2], phases)
 
     def _repr_html_(self) -> str:
-        data = self.tables | {"shape": SHAPE, "components": peak.COMPONENTS, "sections": SECTIONS}
+        constants = {"shape": SHAPE, "components": moments.COMPONENTS, "sections": SECTIONS}
+        data = self.tables | constants
         text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
         packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
         first = next(iter(self.models.values()))

@@ -350,7 +350,7 @@ for d in (64, 128):
 longest = dataclasses.replace(gpt2, seq_len=8192)
 for kind in ("plain", "sdpa"):
     run_of_8192 = one(checkpointing="full", attention=kind)
-    there = memory.predict(longest, run_of_8192).phases["backward"]
+    there = memory.peak(longest, run_of_8192).phases["backward"]
     print(f"{kind:6}{units.text(there)}")
 
 # %% [markdown]
@@ -403,7 +403,7 @@ predict("memory/peak", GB=26)
 
 # %%
 setting = one(checkpointing="full")
-peak = memory.predict(gpt2, setting)
+peak = memory.peak(gpt2, setting)
 {name: units.text(amount) for name, amount in peak.phases.items()}
 
 # %%
@@ -418,7 +418,7 @@ peak
 
 # %%
 for stepping in ("foreach", "loop", "fused"):
-    top = memory.predict(gpt2, one(checkpointing="full", stepping=stepping))
+    top = memory.peak(gpt2, one(checkpointing="full", stepping=stepping))
     per = f"{top.total / gpt2.num_params:.1f} bytes per parameter"
     print(f"{stepping:8}{units.text(top.total)}, {per}, in the {top.phase}")
 
@@ -427,7 +427,7 @@ for stepping in ("foreach", "loop", "fused"):
 # With a fused optimizer the tensors do, for one sequence, with 2.9 GB left for all that is not a tensor.
 #
 # What is copied depends on the recipe. Lab 02's 18 bytes have gradients in fp32 alone, so there is nothing to copy: fused, the fullest moment has 28.2 GB, *less* than the 31.2 GB of 16 bytes, whose gradients are copied at the worst time.
-# <!-- claim: [round(memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, checkpointing="full", stepping="fused", fp32_gradients=f)).total / 1e9, 1) for f in ("only", False)] == [28.2, 31.2] -->
+# <!-- claim: [round(memory.peak(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, checkpointing="full", stepping="fused", fp32_gradients=f)).total / 1e9, 1) for f in ("only", False)] == [28.2, 31.2] -->
 #
 # Is it true? On the device "meta" the real program runs at full size: tensors have shapes, types and lifetimes, and no memory (lab 00).
 
@@ -471,10 +471,10 @@ with torch.device("meta"):
 #
 # With 32 sequences and without checkpointing the fullest moment is another one: right after the loss. No gradient of a weight is there yet. All activations are, and on top of them *two* gradients as large as the log-probabilities:
 # the one that comes into the backward pass of the softmax, and the one that goes out. (Plain attention at 4096 tokens has more scores than that: its fullest moment lies in the last layer's softmax.)
-# <!-- claim: [memory.predict(__import__("dataclasses").replace(config.ModelConfig.named("gpt2-xl"), seq_len=s), config.TrainConfig(micro_batch=1, global_batch=1, stepping="foreach")).event == "_softmax_backward_data" for s in (2048, 4096)] == [False, True] -->
+# <!-- claim: [memory.peak(__import__("dataclasses").replace(config.ModelConfig.named("gpt2-xl"), seq_len=s), config.TrainConfig(micro_batch=1, global_batch=1, stepping="foreach")).event == "_softmax_backward_data" for s in (2048, 4096)] == [False, True] -->
 
 # %%
-large = memory.predict(gpt2, one(32))
+large = memory.peak(gpt2, one(32))
 working = large.only(component="buffers")
 print(f"{units.text(large.total)} in the {large.phase}, after {large.event}")
 {line.name: units.text(line.amount) for line in working}
@@ -487,7 +487,7 @@ print(f"{units.text(large.total)} in the {large.phase}, after {large.event}")
 def fullest(micro_batch=2, checkpointing="none"):
     """The peak of GPT-2 XL, 1024 tokens a sequence, fused attention."""
     run = one(micro_batch, attention="sdpa", checkpointing=checkpointing)
-    peak = memory.predict(gpt2, run)
+    peak = memory.peak(gpt2, run)
     title = f"Fullest in the {peak.phase}, at {units.text(peak.total)}"
     return plots.memory_bars(title=title, capacity=Hardware.named("H100"), peak=peak)
 
@@ -502,7 +502,7 @@ explore(fullest, micro_batch=log(1, 64), checkpointing=["none", "full"])
 def leaves_the_optimizer(**options):
     """The smallest batch whose peak is not in the optimizer's step."""
     for batch in range(1, 100):
-        if memory.predict(gpt2, one(batch, **options)).phase != "optimizer":
+        if memory.peak(gpt2, one(batch, **options)).phase != "optimizer":
             return batch
 
 
@@ -512,7 +512,7 @@ for kind in ("none", "full"):
 
 # %% [markdown]
 # These two batches are those of *foreach*, whose update holds 8 bytes per parameter beside the states. A fused optimizer holds 4, so there the peak leaves the update earlier: from 4 sequences on, and from 20 with full checkpointing.
-# <!-- claim: [[memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, attention="sdpa", checkpointing=p, stepping="fused")).phase for b in (n - 1, n)] for p, n in (("none", 4), ("full", 20))] == [["optimizer", "backward"]] * 2 -->
+# <!-- claim: [[memory.peak(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, attention="sdpa", checkpointing=p, stepping="fused")).phase for b in (n - 1, n)] for p, n in (("none", 4), ("full", 20))] == [["optimizer", "backward"]] * 2 -->
 #
 # ### Exercise 3.3 · Bug hunt: the estimator that adds everything up (15 min, ●●○)
 #
@@ -691,7 +691,7 @@ calculator.Calculator(*offered.split(), *llamas.split())
 #
 # Among its recipes are the 20 bytes of lab 02, with gradients in bf16 that are summed in fp32. A step is one micro-batch here. With accumulation (lab 05) the gradients are there during the later forward passes as well. Where a pass is the fullest moment, the peak grows by the gradients at the most: from 64.6 to 67.7 GB for GPT-2 XL with plain attention and 8 sequences in a micro-batch.
 # Where the optimizer's step is the fullest, it grows by the tokens of the other micro-batches alone: with one sequence it is 31.8 GB either way.
-# <!-- claim: [round(memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b * k)).total / 1e9, 1) for b in (8, 1) for k in (1, 2)] == [64.6, 67.7, 31.8, 31.8] -->
+# <!-- claim: [round(memory.peak(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b * k)).total / 1e9, 1) for b in (8, 1) for k in (1, 2)] == [64.6, 67.7, 31.8, 31.8] -->
 #
 # With ZeRO each parameter counts as a bucket of its own that the devices divide evenly; `predict.peak(model, train, Mesh(dp=8))` of `labutils` runs one rank dry instead, with buckets of 25 MiB and whatever they do not divide. **More axes** deals the step out to a mesh (labs 10, 11 and 13). Then the panel says what the first rank of a stage holds between two operations: `predict.states` and `predict.activations`, to the byte. What comes and goes has no formula there.
 #
@@ -771,9 +771,9 @@ for name in stated:
 # > - What waits for the backward pass is proportional to the batch, and every layer adds the same; in the sequence it is linear plus quadratic, until fused attention removes the square. With dropout they meet at 435 tokens for heads 64 wide, at 870 for 128; without it at 1024 and 2048.
 # >   <!-- claim: [(34 * d / 5, 16 * d) for d in (64, 128)] == [(435.2, 1024), (870.4, 2048)] and (lambda lines: (round(sum(n for what, n in lines if "as²b" not in what) / (1024 * 768), 1), sum(n for what, n in lines if "as²b" in what)))([(line.note, line.amount) for line in memory.activations(config.ModelConfig.named("gpt2"), config.TrainConfig(micro_batch=1, global_batch=1)) if line.name.startswith("blocks.0.")]) == (32.0, 2 * 12 * 1024**2) -->
 # > - The peak is where most things meet: with fused attention after the loss where activations are large, in the optimizer where they are not. GPT-2 XL takes 37.4 GB with one sequence, in the optimizer, as PyTorch steps on a GPU; 31.2 GB with the fused one.
-# >   <!-- claim: [(peak.phase, round(peak.total / 1e9, 1)) for peak in (memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, checkpointing=p, stepping=s)) for b, p, s in ((1, "full", "foreach"), (1, "full", "fused")))] == [("optimizer", 37.4), ("optimizer", 31.2)] -->
+# >   <!-- claim: [(peak.phase, round(peak.total / 1e9, 1)) for peak in (memory.peak(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, checkpointing=p, stepping=s)) for b, p, s in ((1, "full", "foreach"), (1, "full", "fused")))] == [("optimizer", 37.4), ("optimizer", 31.2)] -->
 # > - With *foreach* its peak leaves the optimizer from 6 sequences on with fused attention, with full checkpointing from 33; with the fused optimizer from 4 and 20.
-# >   <!-- claim: [[memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, attention="sdpa", checkpointing=p, stepping="foreach")).phase for b in (n - 1, n)] for p, n in (("none", 6), ("full", 33))] == [["optimizer", "backward"]] * 2 -->
+# >   <!-- claim: [[memory.peak(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, attention="sdpa", checkpointing=p, stepping="foreach")).phase for b in (n - 1, n)] for p, n in (("none", 6), ("full", 33))] == [["optimizer", "backward"]] * 2 -->
 # > - Free is not the same as available: half of 40 MiB free, in pieces of 5, and 10 MiB find no room.
 # >   <!-- claim: (lambda gpu: [[gpu.free(a) for a in [gpu.alloc(5 * 2**20) for _ in range(8)][::2]], gpu.largest_free][1])(memory.Allocator(40 * 2**20)) == 5 * 2**20 -->
 # > - 512 bytes that stay in each segment of 2 MiB are enough to refuse 20 MiB on a device that is 99 % free.

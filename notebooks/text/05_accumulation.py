@@ -607,7 +607,7 @@ def fits(policy, attention):
             micro_batch=b, global_batch=2 * b, checkpointing=policy, attention=attention
         )
         # A tenth of the memory is for the allocator's gaps.
-        return memory.predict(gpt2, train).total <= 0.9 * h100.memory
+        return memory.peak(gpt2, train).total <= 0.9 * h100.memory
 
     return fits
 

@@ -77,7 +77,7 @@ def tracked(config: ModelConfig, train: TrainConfig, tracker: MemTracker) -> Led
 
 
 def predicted(config: ModelConfig, train: TrainConfig) -> Ledger:
-    """The same from `memory.predict`: MemTracker goes by the phase in which a tensor was made, where we go by what it is for."""
+    """The same from `memory.peak`: MemTracker goes by the phase in which a tensor was made, where we go by what it is for."""
     component = {
         "weights": "Parameter",
         "gradients": "Gradient",
@@ -93,7 +93,7 @@ def predicted(config: ModelConfig, train: TrainConfig) -> Ledger:
             return "Temp" if line.name.endswith("backward") else "Activation"
         return name.get(line.name, component.get(line.component))
 
-    return Ledger(Line(kind(line), line.amount) for line in memory.predict(config, train))
+    return Ledger(Line(kind(line), line.amount) for line in memory.peak(config, train))
 
 
 @pytest.mark.parametrize("stepping", STEPPING)
@@ -125,7 +125,7 @@ def test_a_model_too_large_to_build(name, layers, seq_len, micro_batch, attentio
         found = tracked(config, train, Totals())
     diff = predicted(config, train).diff(found)
     assert diff.unexplained == 0, str(diff)
-    assert memory.predict(config, train).phase == phase
+    assert memory.peak(config, train).phase == phase
 
 
 PRECISIONS = {
@@ -153,4 +153,4 @@ def test_formula_dry_run_and_tracker_agree(name, kind, policy):
         by_dry_run = world.run(dry, rank=0)
     with FakeTensorMode():
         by_tracker = tracked(config, train, Totals()).total
-    assert memory.predict(config, train).total == by_dry_run == by_tracker
+    assert memory.peak(config, train).total == by_dry_run == by_tracker

@@ -933,7 +933,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("if total(held) > total(most):", "if sum(held.values()) > sum(most.values()):"),
         ("(INDEX + 1) * here.tokens", "INDEX * here.tokens"),
     ],
-    ("memory/peak", "test_memory"): [
+    ("memory/moments", "test_memory"): [
         ("top = forms[totals.index(max(totals))]", "top = forms[0]"),
         ("phases[form.phase] = max(phases.get(form.phase, 0), total)", "phases[form.phase] = total"),
     ],

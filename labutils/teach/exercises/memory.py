@@ -325,7 +325,7 @@ def _predicted(name: str, tokens: int, batch: int, stepping: str) -> tuple[tuple
     train = TrainConfig(micro_batch=batch, global_batch=batch, attention="sdpa", stepping=stepping)
     kept = memory.activations(model, train).total
     asked = model.num_params, kept, 2 * batch * tokens * model.vocab_size, stepping
-    return asked, memory.predict(model, train)
+    return asked, memory.peak(model, train)
 
 
 def _why_not_fullest(

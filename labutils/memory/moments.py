@@ -1,4 +1,4 @@
-"""The fullest moment of a training step: which phase it is in, and what is alive then."""
+"""What is alive after each operation of a training step, and at the fullest moment."""
 
 import functools
 import operator
@@ -29,7 +29,7 @@ class Peak(Ledger):
         super().__init__(self.lines)
 
 
-def predict(model: ModelConfig, train: TrainConfig) -> Peak:
+def peak(model: ModelConfig, train: TrainConfig) -> Peak:
     """Bytes alive at the fullest moment of a training step on one device, temporaries included; the
     note of each line is its formula. On a mesh see `predict.peak`.
 
@@ -38,8 +38,8 @@ def predict(model: ModelConfig, train: TrainConfig) -> Peak:
     `measure.history` sees it.
 
     >>> train = TrainConfig(micro_batch=1, global_batch=1)
-    >>> peak = predict(ModelConfig.named("gpt2-xl"), train)
-    >>> peak.phase, peak.total
+    >>> fullest = peak(ModelConfig.named("gpt2-xl"), train)
+    >>> fullest.phase, fullest.total
     ('optimizer', 31795533074)
 
     Cost: about 0.2 ms; the first model of its kind some tenths of a second, in which a small one of
@@ -50,7 +50,7 @@ def predict(model: ModelConfig, train: TrainConfig) -> Peak:
 
 
 def by_formula(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> Peak:
-    """`predict` where it has a closed form. With ZeRO it is what the calculator can say on a page:
+    """`peak` where it has a closed form. With ZeRO it is what the calculator can say on a page:
     that of a device for which each parameter is a bucket and N divides the elements of each, with a
     counter of Adam's steps for every one."""
     letters = formulas.sizes(model, train, mesh)
