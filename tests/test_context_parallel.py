@@ -306,6 +306,17 @@ def test_half_precision_outputs_are_rounded_once():
     assert ((found - right).abs() <= (2**-8 + 2**-20) * right.abs()).all()  # half a place
 
 
+def test_losses_that_are_too_many_for_fp16_have_a_mean():
+    """128 targets of a rank, of 1,000 nats each, add up beyond 65,504."""
+
+    def program(rank):
+        logits = torch.tensor([0.0] * 7 + [1000.0], dtype=torch.float16).expand(1, 128, 8)
+        targets = torch.zeros(1, 256, dtype=torch.long)
+        return context_parallel.mean_loss(logits, targets, rank.comm("cp")).item()
+
+    assert ranks(2).run(program) == [1000.0] * 2
+
+
 # ── a model ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -374,6 +374,7 @@ MADE = {
     "moments in 8 bits": lambda: stepped(functools.partial(quantization.Adam8, smallest=1)),
     "states in 8 bits": kept_in_8_bits,
     "the dynamic code": lambda: quantization.from_blocks(quantization.to_blocks(X), X.shape),
+    "a Hessian": lambda: quantization.hessian(X),
     "packed codes": lambda: quantization.pack_codes(WORDS, 3),
     "unpacked codes": lambda: quantization.unpack_codes(WORDS.byte(), 3, 8),
     "blocks of floats": lambda: quantization.quantize(X, "mxfp4").dequantize(),
