@@ -137,7 +137,8 @@ def data(case):
 def whole(case):
     """The model as training begins, with a weight that stays: float64 where nothing is rounded on purpose."""
     rounded = case.train.precision != "fp64"
-    model = random_(GPT(case.model).to(torch.float32 if rounded else torch.float64), 3)
+    with torch.device("cpu"):
+        model = random_(GPT(case.model).to(torch.float32 if rounded else torch.float64), 3)
     model.get_parameter(FROZEN).requires_grad_(False)
     return model
 
@@ -217,18 +218,19 @@ def in_place(rank, mesh, run, *args):
 
 
 def on_ranks(case, world=None):
-    """The largest difference from one device: of a weight of any rank, of a norm, of a loss; and the bytes by which what a rank held, or sent in its second step, is not what was predicted."""
+    """The largest difference from one device: of a weight of any rank, of a norm, of a loss; and the bytes by which what a rank held, or sent in its second step, is not what was predicted. A tensor that is not made where others are, as those of a GPU have to be, has no values here."""
     make = step.build(case.model, case.train, case.mesh, whole=functools.partial(whole, case))
     weights, norms, losses = one_device(alone(case))
     tokens, targets = data(case)
 
     def program(rank):
-        mine = make(rank)
-        batches = mine.share(tokens, targets)
         taken, begun = [], 0
-        for _ in range(STEPS):
-            begun = len(rank._finish())
-            taken.append(mine(batches))
+        with torch.device("meta"):
+            mine = make(rank)
+            batches = mine.share(tokens, targets)
+            for _ in range(STEPS):
+                begun = len(rank._finish())
+                taken.append(mine(batches))
         sent = Trace(OneRank(rank.size, rank.rank, rank._finish()[begun:])).sent
         held = measure.model_states(mine.stages, *mine.inner)
         found = dict(full(mine))

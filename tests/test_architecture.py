@@ -277,6 +277,19 @@ def test_one_public_constant_has_one_value():
     assert {name for name, values in found.items() if len(values) > 1} == TWO_VALUES
 
 
+# What a run writes down as it goes; two tasks, calls or blocks alike are not one.
+WRITTEN_DOWN = {"Task", "CallSite", "Request", "Outcome", "Life", "_Block", "_Submission"}
+
+
+def test_what_a_person_chooses_or_a_formula_says_is_frozen():
+    thawed = set()
+    for node in itertools.chain(*(ast.walk(tree(path)) for path in SOURCES)):
+        for how in map(ast.unparse, getattr(node, "decorator_list", [])):
+            if how.startswith("dataclass") and "frozen=True" not in how:
+                thawed.add(node.name)
+    assert thawed == WRITTEN_DOWN
+
+
 # What PyTorch's and Python's errors say has no name to ask for; our own have `units.Reason.name`.
 WORDS_OF_OTHERS = {"does not require grad", "hooks should return None", "NoneType", "shape", "size"}
 

@@ -203,10 +203,30 @@ def test_attention_over_ranks_equals_attention_in_one_place(way, n, a, g, kind):
     assert_equal(ranks(n).run(on_ranks, way, kind, a, g, s), kind, a, g, s)
 
 
+@pytest.fixture
+def sides(monkeypatch):
+    """The longest side of each tile of scores, forward and backward, as they are computed."""
+    found, masked = set(), flash.algorithms.Problem._masked
+
+    def seen(self, scores, at):
+        found.add(max(block.stop - block.start for block in at))
+        return masked(self, scores, at)
+
+    monkeypatch.setattr(flash.algorithms.Problem, "_masked", seen)
+    return found
+
+
 @each_way
-def test_a_tile_may_be_cut_into_blocks(way):
+def test_a_tile_may_be_cut_into_blocks(way, sides):
     results = ranks(3).run(on_ranks, way, "zigzag", 3, 3, 24, block=3)
     assert_equal(results, "zigzag", 3, 3, 24)
+    assert max(sides) == 3
+
+
+@each_way
+def test_so_may_those_of_a_model(way, sides):
+    ranks(4).run(trained, GPT2, attention=way, block=2)
+    assert max(sides) == 2
 
 
 @each_way
@@ -304,6 +324,17 @@ def test_half_precision_outputs_are_rounded_once():
     found = torch.cat(ranks(8).run(mean_of_values), 2)
     right = values_to_average().double().cumsum(2) / torch.arange(1, 9)[:, None]
     assert ((found - right).abs() <= (2**-8 + 2**-20) * right.abs()).all()  # half a place
+
+
+def test_losses_that_are_too_many_for_fp16_have_a_mean():
+    """128 targets of a rank, of 1,000 nats each, add up beyond 65,504."""
+
+    def program(rank):
+        logits = torch.tensor([0.0] * 7 + [1000.0], dtype=torch.float16).expand(1, 128, 8)
+        targets = torch.zeros(1, 256, dtype=torch.long)
+        return context_parallel.mean_loss(logits, targets, rank.comm("cp")).item()
+
+    assert ranks(2).run(program) == [1000.0] * 2
 
 
 # ── a model ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -106,6 +106,7 @@ def test_tiles_at_the_edge_are_short():
     found = tile_amax(x, (128, 128))
     assert found.shape == (2, 2) and found[1, 1] == x[128:, 128:].abs().max()
     assert tile_amax(x, (1, 128)).shape == (130, 2)
+    assert tile_amax(x[:0]).tolist() == tile_amax(x[:, :0]).tolist() == [[0.0]]
 
 
 def test_a_tensor_of_zeros_stays_zero():

@@ -84,13 +84,15 @@ def named(module):
     return found
 
 
-def trained(rank, plan, config, *, steps=2, given=None, frozen=(), **options):
+def trained(rank, plan, config, *, steps=2, given=None, frozen=(), turned=None, **options):
     """Losses and runs of some steps, the last gradients, the weights."""
     comm = rank.comm("pp")
     model = build(config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in frozen))
     stages = own(plan, model, comm.rank)
+    if comm.rank == turned:
+        stages = torch.nn.ModuleList(reversed(stages))
     optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-2)
     runs = []
     for _ in range(steps):
@@ -180,6 +182,14 @@ def test_uneven_micro_batches_count_for_what_they_hold():
     loss.backward()
     torch.optim.AdamW(model.parameters(), lr=1e-2).step()
     assert_equal(results, ([loss.item()], named(model)))
+
+
+@pytest.mark.parametrize("plan", [schedule.interleaved(2, 2), schedule.dualpipe(2, 4)])
+def test_stages_may_stand_in_any_order(plan):
+    """On one rank only, too: what two of them share they still meet over in one order."""
+    config = replace(TIED, num_layers=plan.stages + 1)
+    results = ranks(2).run(trained, plan, config, turned=1)
+    assert_equal(results, alone(config, plan.micro_batches))
 
 
 @pytest.mark.parametrize("make", [schedule.one_f_one_b, schedule.zb_h1])

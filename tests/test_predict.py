@@ -191,6 +191,34 @@ def test_the_scale_of_a_loss_in_fp16_is_kept_where_the_head_is():
     assert formula == dry
 
 
+FEW, ENDS = dict(adapters=replace(LORA, pattern=("query",))), dict(frozen=("tokens.weight",))
+ALL = dict(frozen=())
+ASKED = [  # of which plans a dry run answers, since no formula does
+    (predict.sent, "1F1B, ZeRO-2, tp + sp, tied", {}, False), (predict.sent, "ring, tp", {}, False),
+    (predict.sent, "dp", ENDS, False), (predict.sent, "tp", ENDS, True), (predict.sent, "ring", ENDS, True),
+    (predict.sent, "tp, LoRA", {}, False), (predict.sent, "1F1B, dp, LoRA", FEW, False),
+    (predict.sent, "tp, LoRA", FEW, True), (predict.sent, "ring, LoRA", FEW, True),
+    (predict.sent, "tp, autocast", {}, False), (predict.sent, "dp, autocast, LoRA", {}, False),
+    (predict.sent, "tp, autocast, LoRA", {}, True), (predict.sent, "tp, FP8", {}, False),
+    (predict.sent, "dp, FP8", dict(fp8="current"), False), (predict.sent, "tp, FP8", dict(fp8="current"), True),
+    (predict.sent, "dp, FP8", dict(fp8="delayed"), True),
+    (predict.activations, "1F1B, ZeRO-2, tp + sp, tied", ALL, False), (predict.activations, "1F1B", {}, True),
+    (predict.activations, "ring, selective", ALL, False), (predict.activations, "Ulysses", ALL, True),
+    (predict.activations, "ZB-H1", ALL, True), (predict.activations, "ep", ALL, True),
+    (predict.activations, "tp", ALL | dict(dropout=0.1), False), (predict.activations, "dp, FP8", ALL, True),
+    (predict.activations, "full", ALL | dict(dropout=0.1), True), (predict.activations, "full", ALL, False),
+    (predict.activations, "autocast", ALL, False), (predict.activations, "dp, autocast", ALL, True),
+    (predict.activations, "dp, LoRA, bf16", ALL | dict(attention="sdpa"), True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("question, names, how, dry", ASKED)
+def test_a_dry_run_answers_where_there_is_no_formula_and_only_there(question, names, how, dry):
+    plan = case(tuple(names.split(", ")), **how)
+    answer = question(plan.model, plan.train, plan.mesh)
+    assert answer and all(("dry run" in line.note) is dry for line in answer)
+
+
 def activations_both_ways(*plan):
     """Bytes of activations by the formula, and in a dry run."""
     moments = rehearsal(*plan).history.only("activations").moments

@@ -1,6 +1,7 @@
 """Small mistakes that no other test saw, each a line of `mistakes/planted.py` once."""
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -12,6 +13,7 @@ from torch import nn
 from labutils import (
     checkpointing,
     collectives,
+    expert_parallel,
     flash,
     floats,
     measure,
@@ -19,6 +21,7 @@ from labutils import (
     model,
     planner,
     precision,
+    quantization,
     timeline,
     units,
     world,
@@ -319,3 +322,69 @@ def test_a_tile_as_large_as_the_cache_is_taken():
     assert [flash.algorithms.default_blocks(heads) for heads in (1, 2, 4, 8, 9)] == [
         (512, 512), (256, 512), (256, 256), (256, 256), (256, 256),
     ]  # fmt: skip
+
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+WORDS = torch.tensor([1, 0, 7, 3, 3, 2])
+
+
+def stepped(make, dtype=torch.float32):
+    """The weight after two steps of an optimizer."""
+    weight = nn.Parameter(X.to(dtype))
+    optimizer = make([weight])
+    for _ in range(2):
+        weight.grad = weight.detach() * 0.5
+        optimizer.step()
+    return weight.detach()
+
+
+def rounded(weights):
+    inner = torch.optim.SGD(weights, lr=0.1)
+    return precision.RoundedWeights(inner, generator=torch.Generator().manual_seed(0))
+
+
+def unscaled():
+    weight = nn.Parameter(X)
+    weight.grad = X.clone()
+    precision.LossScaler().unscale_(torch.optim.SGD([weight], lr=0.1))
+    return weight.grad
+
+
+def kept_in_8_bits():
+    layer = nn.Linear(8, 6, device="cpu")
+    for p in layer.parameters():
+        p.data.copy_(X if p.dim() > 1 else X[:, 0])
+    module = quantization.use_fp8(nn.Sequential(layer), quantization.SCHEMES["current"])
+    optimizer = quantization.KeptAdam(module, quantization.RECIPES["FP8-LM"])
+    for _ in range(2):
+        module(X).sum().backward()
+        optimizer.step()
+    return module(X).detach()
+
+
+MADE = {
+    "a running sum": lambda: precision.running_sum(X, "bf16"),
+    "a compensated sum": lambda: precision.kahan_sum(X, "bf16"),
+    "random bits": lambda: precision.round_to(
+        X, "bf16", mode="stochastic", generator=torch.Generator().manual_seed(0)
+    ),
+    "a loss scale": lambda: precision.LossScaler().scale(X.sum()),
+    "a scale taken away": unscaled,
+    "no master": lambda: stepped(rounded, torch.bfloat16),
+    "moments in 8 bits": lambda: stepped(functools.partial(quantization.Adam8, smallest=1)),
+    "states in 8 bits": kept_in_8_bits,
+    "the dynamic code": lambda: quantization.from_blocks(quantization.to_blocks(X), X.shape),
+    "a Hessian": lambda: quantization.hessian(X),
+    "packed codes": lambda: quantization.pack_codes(WORDS, 3),
+    "unpacked codes": lambda: quantization.unpack_codes(WORDS.byte(), 3, 8),
+    "blocks of floats": lambda: quantization.quantize(X, "mxfp4").dequantize(),
+    "places in a queue": lambda: expert_parallel.route(X, 2, capacity=1).order,
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_what_is_made_lies_where_its_inputs_do(make):
+    """Where torch would make it is another place, as for inputs on a GPU."""
+    with torch.device("meta"):
+        found = make()
+    assert torch.equal(found, make())

@@ -992,6 +992,7 @@ def test_prints_are_kept_up_to_a_limit(four, capsys):
     out = capsys.readouterr().out
     assert out.count("[rank 2] … and 5,000,001 characters more\n") == 1
     assert out.count(" characters more") == 1 and len(out) < 1_200_000
+    assert out.count(f"{0:99}\n") == 4 and out.count(f"{9_999:99}\n") == 1 and f"{10_000:99}" not in out
     assert (sys.stdout, sys.stderr) == before
 
 
@@ -1005,7 +1006,7 @@ def test_the_limit_of_prints_is_that_of_ranks_and_not_of_other_threads(capsys):
 
     World(2).run(program)
     out, err = capsys.readouterr()
-    assert out == "y" * 2_000_000 + "\n"
+    assert out == "y" * 2_000_000 + "\n" and err.count("x") == 2 * 1_000_000
     assert sorted(re.findall(r"\[rank \d\] … and 2 characters more", err)) == [
         f"[rank {i}] … and 2 characters more" for i in (0, 1)
     ]

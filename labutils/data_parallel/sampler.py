@@ -37,5 +37,6 @@ def share(count: int, comm: Comm) -> float:
     Cost: one all-reduce of 8 bytes. Equal counts give 1 on every rank.
     """
     units.instance(comm, Comm, "share")
-    total = comm.all_reduce(torch.tensor([count], dtype=torch.float64)).item()
+    counted = torch.tensor([count], dtype=torch.float64, device=comm.device)
+    total = comm.all_reduce(counted).item()
     return count * comm.size / total

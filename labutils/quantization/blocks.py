@@ -81,7 +81,7 @@ class _Products(torch.autograd.Function):
         x, grad = x.mT, grad.mT
         if layer.rotate:
             signs = torch.randint(0, 2, (16, 1), generator=layer.draws) * 2 - 1
-            turn = (signs * hadamard(16)).to(x.dtype)
+            turn = (signs * hadamard(16)).to(x)
             x, grad = (each.unflatten(-1, (-1, 16)).matmul(turn).flatten(-2) for each in (x, grad))
         return grad_x, layer.rounded(grad, "grad") @ layer.rounded(x, "x").mT, None
 

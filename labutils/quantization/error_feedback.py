@@ -17,7 +17,8 @@ def hessian(x: Float[Tensor, "tokens k"], damping: float = 0.01) -> Float[Tensor
     """xᵀ·x of calibration inputs, in fp64, with so much of its mean diagonal added."""
     x = x.double()
     H = x.mT @ x
-    return H + damping * H.diagonal().mean() * torch.eye(len(H), dtype=H.dtype)
+    H.diagonal().add_(damping * H.diagonal().mean())
+    return H
 
 
 def error_feedback(

@@ -73,7 +73,7 @@ def rotated(inner: RoundTrip, seed: int = 0) -> RoundTrip:
     """
 
     def round_trip(x: Float[Tensor, "... h"]) -> Float[Tensor, "... h"]:
-        R = rotation(x.shape[-1], seed).to(x.dtype)
+        R = rotation(x.shape[-1], seed).to(x)
         return inner(x @ R) @ R.mT
 
     return round_trip
