@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from labutils.units import Reason
+from labutils.units import Reason, instance, writable
 
 Model = Any  # a config.ModelConfig; config counts its parameters here, so it cannot be imported
 
@@ -132,7 +132,6 @@ LAYERS = {"blocks": "L", "dense": "D", "sparse": "M"}
 # ── the table ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@functools.lru_cache(maxsize=1024)
 def parts(model: Model, how: Policy = Policy()) -> tuple[Part, ...]:
     """The table of a model, in the order of its forward pass, which is that of its parameters.
 
@@ -141,6 +140,12 @@ def parts(model: Model, how: Policy = Policy()) -> tuple[Part, ...]:
     if not hasattr(model, "dense_layers"):
         told = f"{model!r:.60} ({type(model).__name__}): ModelConfig.named(…) is one"
         raise TypeError(f"parts takes a ModelConfig, got {told}")
+    instance(how, Policy, "parts")
+    return _parts(model, how)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parts(model: Model, how: Policy) -> tuple[Part, ...]:
     block = tuple(_block(model, how))
     if model.dense_layers:
         alone = tuple(_block(model, how, experts=False))
@@ -380,15 +385,13 @@ def num_params(model: Model) -> int:
 
 def tensors(model: Model) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter by its name, as `GPT(model).named_parameters()` has them."""
-    model.require_gpt()
     sizes, found = letters(model), {}
 
     @functools.cache  # layers are alike
     def shape(dims: str) -> tuple[int, ...]:
         return tuple(size(dim, sizes) for dim in dims.split())
 
-    blocks = _numbered(_named(parts(model)), "blocks", model.num_layers)
-    for name, part in _numbered(blocks, "experts", model.num_experts):
+    for name, part in _numbered(_layers(model), "experts", model.num_experts):
         for kind, dims in (("weight", part.weight), ("bias", part.bias)):
             if dims:
                 found[f"{name}.{kind}"] = shape(dims)
@@ -438,14 +441,18 @@ def token_flops(model: Model) -> dict[str, int]:
 def kept(model: Model, how: Policy) -> Iterator[tuple[str, Kept]]:
     """Each tensor that is kept for the backward pass, with the module that keeps it, in the order
     of the forward pass. A layer's experts stand together: a router decides which keeps what."""
-    model.require_gpt()
-    for name, part in _numbered(_named(parts(model, how)), "blocks", model.num_layers):
+    for name, part in _layers(model, how):
         for tensor in part.keeps:
             yield name.replace("experts.*", "experts"), tensor
 
 
-def _named(rows: Iterable[Part]) -> Iterator[tuple[str, Part]]:
-    return ((part.name, part) for part in rows)
+def _layers(model: Model, how: Policy = Policy()) -> Iterator[tuple[str, Part]]:
+    """The parts of every layer, one after the other."""
+    model.require_gpt()
+    rows, (L, E) = parts(model, how), (model.num_layers, model.num_experts)
+    said = f"parts of num_layers={L}, num_experts={E} are"
+    writable(L * E * len(rows), said, "take fewer layers", most=10**6)
+    return _numbered(((part.name, part) for part in rows), "blocks", L)
 
 
 def _numbered(

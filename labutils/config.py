@@ -685,7 +685,8 @@ class Hardware:
         >>> units.text(Hardware.named("H100").rate(), "FLOP/s")
         '601 TFLOP/s'
         """
-        return self.reached[kind] * self.flops[fmt]
+        reached = units.entry(self.reached, kind, f"{self.name} has no rate of")
+        return reached * units.entry(self.flops, fmt, f"{self.name} has no rate in")
 
     def ring(self, n: int, apart: int = 1) -> Link:
         """What carries the messages of each of n ranks to the next, if the ring stays in a node or

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from labutils import units
+
 _here = threading.local()
 _process: list["Numbers"] = []  # of the rank that has this process: autograd's threads are its, too
 # These carry the tag of random operations, and on a CPU draw nothing: they take no dropout.
@@ -92,6 +94,7 @@ def dropout(
     Raises RuntimeError in a backward pass, where torch.utils.checkpoint computes again and knows
     nothing of a rank's generators: the mask would be another one.
     """
+    units.instance(x, Tensor, "dropout")
     numbers = here()
     if numbers is None or not training or not 0 < p < 1:
         return F.dropout(x, p, training)

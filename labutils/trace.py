@@ -8,6 +8,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
+from labutils import units
 from labutils.config import Link
 from labutils.ledger import Ledger, Line
 
@@ -74,7 +75,8 @@ class Trace:
     ranks: Sequence[tuple[Event, ...]] = ()
 
     def __init__(self, ranks: Iterable[Iterable[Event]] = ()) -> None:
-        told = ranks if isinstance(ranks, OneRank) else tuple(tuple(events) for events in ranks)
+        units.instance(ranks, Iterable, "Trace")
+        told = ranks if isinstance(ranks, OneRank) else tuple(map(_events, ranks))
         object.__setattr__(self, "ranks", told)
 
     @property
@@ -143,6 +145,13 @@ class Trace:
             lost = "wait for each other, or for a message that nobody sends"
             raise ValueError(f"ranks {waiting} {lost}: this is no trace of a finished run")
         return tuple(sorted(done, key=lambda message: (message.start, message.source)))
+
+
+def _events(told: Iterable[Event]) -> tuple[Event, ...]:
+    units.instance(told, Iterable, "the list of a Trace")
+    for event in (events := tuple(told)):
+        units.instance(event, Event, "a rank of a Trace")
+    return events
 
 
 class _Place:

@@ -213,10 +213,14 @@ def positive(value: object, name: str, *, or_zero: bool = False) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    if not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
+    try:
+        number = float(value)
+    except OverflowError:  # of a whole number that no float holds
+        number = math.inf
+    if not math.isfinite(number) or number < 0 or (number == 0 and not or_zero):
         least = "of at least 0" if or_zero else "above 0"
         raise ValueError(f"{name} must be a finite number {least}, got {value}")
-    return float(value)
+    return number
 
 
 def positive_fields(record: object, *names: str, or_zero: bool = False) -> None:

@@ -35,10 +35,12 @@ from labutils import (
     planner,
     predict,
     quantization,
+    randomness,
     scaling,
     schedule,
     step,
     tensor_parallel,
+    trace,
     units,
     zero,
 )
@@ -179,9 +181,17 @@ TABLE = {
         named(flash.traffic, "flash-2"), s=(8, "1"), d=(4, "1"), block_q=(4, "1"),
         block_k=(4, "1"), heads=(2, "1"), itemsize=(2, "1"), stat_itemsize=(4, "1"),
     ),
+    "flash.passes": row(
+        named(flash.passes, flash.softmax), rows=(4, "1"), width=(4, "1"), itemsize=(4, "1")
+    ),
+    "flash.time": row(flash.Roof("a roof", 1.0, 1.0).time, flops=(2.0, "0+"), nbytes=(1.0, "0+")),
+    "scaling.seconds": row(
+        named(scaling.Hyperbola(1.0, 2.0).seconds, 4), devices=(2, "1"), example=(1.0, "0+"),
+        reduce=(1.0, "0+"),
+    ),
     "flash.Roof": row(named(flash.Roof, "a roof"), flops=(1e9, "+"), bandwidth=(1e9, "+")),
     "scaling.warm_up": row(
-        named(lambda **o: scaling.warm_up(start=0.0, end=1.0, **o)), step=(1, "0"), steps=(4, "0")
+        scaling.warm_up, step=(1, "0"), steps=(4, "0"), start=(0.5, "0+"), end=(1.0, "0+")
     ),
     "scaling.cosine": row(
         scaling.cosine, step=(1, "0"), steps=(4, "1"), peak=(1.0, "0+"), end=(0.1, "0+")
@@ -322,6 +332,10 @@ NET = GPT(MODEL)
 LOGITS = torch.zeros(2, 3)
 
 
+def deep(layers):
+    return dataclasses.replace(MODEL, num_layers=layers)
+
+
 def one_op(*op):
     return schedule.Schedule("mine", ((schedule.Op(*op),),), ((0,),), 1)
 
@@ -368,6 +382,38 @@ TIRED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Timeline(None), TypeError, "Timeline takes a Sequence, got None"),
     (lambda: scaling.noise_scale([]), ValueError, "the mean |G|² is 0: average over more"),
     (lambda: scaling.noise_scale([1.0]), TypeError, "noise_scale takes a Spread, got 1.0"),
+    (lambda: scaling.noise_scale([scaling.Spread(1.0, math.nan)]), ValueError, "the mean |G|² is nan: average over more"),
+    (lambda: scaling.scale_lr(10**400, 2, "linear"), ValueError, "lr must be a finite number above 0, got 1000"),
+    (lambda: scaling.scale_lr(0.1, 2, ["linear"]), ValueError, "there is no rule ['linear']: there are none, square root, linear"),
+    (lambda: scaling.gradual(0, 0.5), ValueError, "ratio must be a finite number above 0, got 0"),
+    (lambda: scaling.gradual(4, math.nan), ValueError, "share must be a finite number of at least 0, got nan"),
+    (lambda: scaling.fit({1: 4, 2: 2}), ValueError, "smin=0.0, emin=4.0) is of no hyperbola: steps fall"),
+    (lambda: scaling.fit({1: 2, 2: 2}), ValueError, "smin=2.0, emin=0.0) is of no hyperbola: steps fall"),
+    (lambda: config.Hardware.named("H100").rate("x"), ValueError, "H100 has no rate of 'x': there are products, attention"),
+    (lambda: config.Hardware.named("H100").rate(fmt="fp3"), ValueError, "H100 has no rate in 'fp3': there are fp32,"),
+    (lambda: flash.Roof.of(config.Hardware.named("H100"), "fp3"), ValueError, "H100 has no rate in 'fp3': there are fp32,"),
+    (lambda: flash.Roof.of("H100"), TypeError, "Roof.of takes a Hardware, got 'H100'"),
+    (lambda: flash.passes(torch.relu, 2, 2, fused=True), ValueError, "are not known: there are softmax, layernorm, swiglu"),
+    (lambda: flash.block_sizes(10, 1000), ValueError, "four rows of d=1000 do not fit fast=10 elements: use 4000 at least"),
+    (lambda: flash.one_pass(flash.softmax, LOGITS, block=-1), ValueError, "block must be at least 1, got -1"),
+    (lambda: flash.one_pass(flash.softmax, torch.zeros(2, 0)), ValueError, "of equally many rows and columns, got [(2, 0)]"),
+    (lambda: flash.one_pass(flash.swiglu, LOGITS, LOGITS[:1]), ValueError, "of equally many rows and columns, got [(2, 3), (1, 3)]"),
+    (lambda: flash.linear_cross_entropy(LOGITS, LOGITS, torch.tensor([0, 2]), 1), IndexError, "target 2 is not in the vocabulary of 2 words: use 0 … 1"),
+    (lambda: trace.Trace(None), TypeError, "Trace takes an Iterable, got None"),
+    (lambda: trace.Trace([None]), TypeError, "the list of a Trace takes an Iterable, got None"),
+    (lambda: trace.Trace([[None]]), TypeError, "a rank of a Trace takes an Event, got None"),
+    (lambda: anatomy.parts([]), TypeError, "parts takes a ModelConfig, got [] (list): ModelConfig.named(…) is one"),
+    (lambda: anatomy.parts(MODEL, None), TypeError, "parts takes a Policy, got None"),
+    (lambda: memory.Allocator(2**30, max_split_size=math.nan), ValueError, "max_split_size=nan must be more than 20971520"),
+    (lambda: memory.replay(None, memory.Allocator(2**30)), TypeError, "replay takes an Iterable, got None"),
+    (lambda: memory.replay([], None), TypeError, "replay takes an Allocator, got None"),
+    (lambda: predict.states(deep(10**9), TRAIN), ValueError, "parts of num_layers=1000000000, num_experts=1 are 18,000,000,000: at most 1,000,000 can be written down: take fewer layers"),
+    (lambda: predict.activations(deep(10**9), TRAIN), ValueError, "parts of num_layers=1000000000, num_experts=1 are 18,000,000,000: at most"),
+    (lambda: predict.peak(deep(10**5), TRAIN), ValueError, "num_layers=100000 on pp=1 with 4 micro-batches, to be run dry, are 400,000: at most 100,000"),
+    (lambda: memory.history(deep(10**5), TRAIN), ValueError, "num_layers=100000 with 4 micro-batches, to be recorded, are 400,000: at most 100,000"),
+    (lambda: checkpointing.frontier([]), TypeError, "frontier takes a Costs, got []"),
+    (lambda: checkpointing.smallest_budget(checkpointing.Costs.uniform(3000)), ValueError, "the pieces of n=3000 stages are 9,000,000: at most 1,000,000 can be written down: join"),
+    (lambda: checkpointing.segments(4, 2).on(None), TypeError, "Reversal.on takes a Costs, got None"),
 ]  # fmt: skip
 
 # Where annotations are enforced, jaxtyping is the first to refuse these.
@@ -375,6 +421,12 @@ PLAIN: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: model.cross_entropy(torch.zeros(2, 3, 8), torch.zeros(2, 4).long()), ValueError, "got torch.int64 (2, 4) for logits (2, 3, 8)"),
     (lambda: model.cross_entropy(torch.zeros(2, 3, 8), torch.zeros(2, 3)), ValueError, "got torch.float32 (2, 3) for logits (2, 3, 8)"),
     (lambda: model.cross_entropy(torch.zeros(8), torch.tensor(0)), ValueError, "got torch.int64 () for logits (8,)"),
+    (lambda: flash.linear_cross_entropy(None, LOGITS, None, 1), TypeError, "linear_cross_entropy takes a Tensor, got None"),
+    (lambda: flash.linear_cross_entropy(LOGITS, LOGITS.mT, torch.tensor([0, 0]), 1), ValueError, "x (tokens, h), W (words, h) and a whole number per token, got (2, 3) and (3, 2) and (2,)"),
+    (lambda: flash.linear_cross_entropy(LOGITS, LOGITS, torch.tensor([0]), 1), ValueError, "got (2, 3) and (2, 3) and (1,)"),
+    (lambda: flash.linear_cross_entropy(LOGITS, LOGITS, torch.zeros(2), 1), ValueError, "targets of torch.float32"),
+    (lambda: flash.linear_cross_entropy(LOGITS[:0], LOGITS, torch.tensor([]).long(), 1), ValueError, "got (0, 3) and (2, 3) and (0,)"),
+    (lambda: randomness.dropout(None, 0.1), TypeError, "dropout takes a Tensor, got None"),
 ]  # fmt: skip
 
 

@@ -191,6 +191,7 @@ class Reversal:
         >>> sum(sweep.evaluations), sweep.peak
         (28, 8)
         """
+        units.instance(costs, Costs, "Reversal.on")
         require_length(self, len(costs))
         sizes = [costs.input, *(stage.output for stage in costs.stages)]
         amounts = []
@@ -458,6 +459,8 @@ class _Optimum:
     """
 
     def __init__(self, costs: Costs) -> None:
+        n, remedy = len(costs), "join neighbours to one stage"
+        units.writable(n * n, f"the pieces of n={n} stages are", remedy, most=10**6)
         self.stages = costs.stages
         self.gradient = costs.gradients  # of xᵢ: held while stage i−1 waits for its backward pass
         around = zip(costs.stages, self.gradient[:-1], self.gradient[1:], strict=True)
@@ -514,6 +517,7 @@ def frontier(costs: Costs) -> tuple[tuple[int, Cost], ...]:
     >>> frontier(Costs.uniform(3))
     ((3, 5), (4, 3))
     """
+    units.instance(costs, Costs, "frontier")
     front = _optimum(costs).front(0, len(costs) - 1)
     needs = (front.bytes + costs.input).tolist()
     return tuple(zip(needs, front.costs.tolist(), strict=True))

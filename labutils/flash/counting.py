@@ -23,14 +23,19 @@ from labutils.ledger import Ledger, Line
 def block_sizes(fast: int, d: int) -> tuple[int, int]:
     """(block_q, block_k) for a fast memory of `fast` elements and heads of width d.
 
-    Four blocks of width d fit, and a tile of scores is no larger than one of them.
+    Four blocks of width d fit, but for rounding up, and a tile of scores is no larger than one of
+    them.
 
     >>> block_sizes(25600, 64), block_sizes(25600, 128)
     ((64, 100), (50, 50))
 
+    Raises ValueError where not even four rows fit.
     Source: FlashAttention (2205.14135), algorithm 1, line 1.
     """
     fast, d = units.wholes(1, fast=fast, d=d)
+    if fast < 4 * d:
+        remedy = f"use {4 * d} at least"
+        raise ValueError(f"four rows of d={d} do not fit fast={fast} elements: {remedy}")
     block_k = -(-fast // (4 * d))
     return min(block_k, d), block_k
 

@@ -17,6 +17,7 @@ from labutils.config import Hardware
 from labutils.flash.algorithms import SlowMemory
 from labutils.flash.counting import ledger_of
 from labutils.ledger import Ledger
+from labutils.model import check_words
 
 
 def softmax(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
@@ -58,6 +59,10 @@ def passes(
     >>> passes(softmax, 1024, 1024).total / passes(softmax, 1024, 1024, fused=True).total
     4.001953125
     """
+    if fn not in _PASSES:
+        known = ", ".join(each.__name__ for each in _PASSES)
+        raise ValueError(f"the passes of {fn!r:.60} are not known: there are {known}")
+    rows, width, itemsize = units.wholes(1, rows=rows, width=width, itemsize=itemsize)
     size = {"r": rows * itemsize, "n": rows * width * itemsize}
     if fused:
         loads = ("x0", "x1") if fn is swiglu else ("x0",)
@@ -131,9 +136,13 @@ def one_pass(
     Whatever `fn` writes down in between stays in fast memory. Right for any function that treats
     each row on its own; `block` defaults to rows of 256 kB in all.
     """
-    rows, width = inputs[0].shape
+    shapes = [tuple(x.shape) for x in inputs]
+    if len(set(shapes)) != 1 or len(shapes[0]) != 2 or not inputs[0].numel():
+        raise ValueError(f"one_pass takes tensors of equally many rows and columns, got {shapes}")
+    rows, width = shapes[0]
     if block is None:
         block = max(1, 2**18 // (width * inputs[0].element_size()))
+    block = units.whole(block, "block", 1)
     tensors = {f"x{i}": x for i, x in enumerate(inputs)} | {"out": torch.empty_like(inputs[0])}
     memory = SlowMemory(1, **{name: tensor[None, None] for name, tensor in tensors.items()})
     for start in range(0, rows, block):
@@ -187,7 +196,18 @@ def linear_cross_entropy(
     Cost: three products of tokens × words × width, as without chunks; rows · words numbers in place
     of three times tokens · words. Source: Hsu et al. 2410.10989.
     """
-    return LinearCrossEntropy.apply(x, W, targets, units.whole(rows, "rows", 1))
+    for each in (x, W, targets):
+        units.instance(each, Tensor, "linear_cross_entropy")
+    whole = targets.dtype in (torch.int64, torch.int32) and targets.shape == x.shape[:1] != (0,)
+    if not whole or (x.ndim, W.ndim, x.shape[-1]) != (2, 2, W.shape[-1]):
+        shapes = " and ".join(str(tuple(each.shape)) for each in (x, W, targets))
+        told = f"got {shapes}, targets of {targets.dtype}"
+        raise ValueError(f"x (tokens, h), W (words, h) and a whole number per token, {told}")
+    try:
+        return LinearCrossEntropy.apply(x, W, targets, units.whole(rows, "rows", 1))
+    except RuntimeError:
+        check_words("target", targets, len(W))
+        raise
 
 
 @dataclass(frozen=True)
@@ -209,7 +229,9 @@ class Roof:
         >>> round(roof.flops / roof.bandwidth)  # FLOPs per byte where the two ceilings meet
         153
         """
-        return cls(f"{hardware.name} {dtype}", hardware.flops[dtype], hardware.memory_bandwidth)
+        units.instance(hardware, Hardware, "Roof.of")
+        flops = units.entry(hardware.flops, dtype, f"{hardware.name} has no rate in")
+        return cls(f"{hardware.name} {dtype}", flops, hardware.memory_bandwidth)
 
     @classmethod
     def measured(cls, *, size: int = 1024, nbytes: int = 2**26) -> "Roof":
@@ -224,8 +246,14 @@ class Roof:
 
     def time(self, flops: int | float, nbytes: int | float) -> float:
         """Seconds at least, for that many FLOPs and bytes of slow memory."""
-        return max(flops / self.flops, nbytes / self.bandwidth)
+        return max(self._times(flops, nbytes))
 
     def bound(self, flops: int | float, nbytes: int | float) -> str:
         """Which ceiling is met first: "compute" or "memory"."""
-        return "compute" if flops / self.flops >= nbytes / self.bandwidth else "memory"
+        computing, moving = self._times(flops, nbytes)
+        return "compute" if computing >= moving else "memory"
+
+    def _times(self, flops: float, nbytes: float) -> tuple[float, float]:
+        flops = units.positive(flops, "flops", or_zero=True)
+        nbytes = units.positive(nbytes, "nbytes", or_zero=True)
+        return flops / self.flops, nbytes / self.bandwidth

@@ -76,7 +76,7 @@ class Allocator:
         self, capacity: int, *, max_split_size: float = math.inf, expandable_segments: bool = False
     ) -> None:
         self.capacity = units.whole(capacity, "capacity", 1)
-        if max_split_size <= LARGE_SEGMENT:
+        if not max_split_size > LARGE_SEGMENT:
             why = f"must be more than {LARGE_SEGMENT}: segments of 20 MiB are made to be split"
             raise ValueError(f"max_split_size={max_split_size} {why}")
         if expandable_segments and max_split_size < math.inf:
@@ -288,6 +288,8 @@ def replay(lives: Iterable[Any], allocator: Allocator) -> History:
 
     At each operation first dies what was freed before it, then what it makes is born.
     """
+    units.instance(lives, Iterable, "replay")
+    units.instance(allocator, Allocator, "replay")
     events = []
     for key, life in enumerate(lives):
         if life.nbytes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from labutils import units
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import COMPONENTS, Ledger, Line
 from labutils.memory import formulas, states
@@ -78,7 +79,10 @@ def history(model: ModelConfig, train: TrainConfig) -> History:
     """
     predictable(model, train)
     letters = formulas.sizes(model, train, Mesh())
-    of = formulas.kind(model, train, Mesh())._replace(micro_batches=letters["m"])
+    L, m = model.num_layers, letters["m"]
+    said = f"passes of num_layers={L} with {m} micro-batches, to be recorded, are"
+    units.writable(L * m, said, "take fewer layers, or micro-batches", most=10**5)
+    of = formulas.kind(model, train, Mesh())._replace(micro_batches=m)
     step = formulas.recorded(of, model.num_layers)
     columns, held = step.held()
     amounts = np.zeros((len(columns), len(COMPONENTS)), dtype=np.int64)

@@ -70,9 +70,9 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
     attention = "sdpa" if train.attention == "ring" else train.attention
     how = anatomy.Policy(here.compute, here.stream, attention, train.checkpointing)
     sizes = anatomy.letters(local) | {"b": train.micro_batch}
-    own = {f"blocks.{i}" for i in range(stage.first, stage.end)}
-    own |= {"tokens", "positions", "dropout"} if stage.embeds else set()
-    own |= {"norm", "head", "outside"} if stage.heads else set()
+    blocks, ends = range(stage.first, stage.end), set[str]()
+    ends |= {"tokens", "positions", "dropout"} if stage.embeds else set()
+    ends |= {"norm", "head", "outside"} if stage.heads else set()
     whole = functools.cache(lambda dims: anatomy.size(dims, sizes))  # layers are alike
     rows = anatomy.kept(local, how)
     if train.adapters is not None:
@@ -81,7 +81,8 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
         sizes["r"] = train.adapters.rank
         rows = lora.kept_with_adapters(local, train.adapters, how)
     for name, tensor in rows:
-        if ".".join(name.split(".")[: 1 + name.startswith("blocks")]) not in own:
+        at = name.split(".")
+        if not (int(at[1]) in blocks if at[0] == "blocks" else at[0] in ends):
             continue
         itemsize = 8 if here.stream == 8 else tensor.itemsize
         if tensor.name == "count" and mesh.tp > 1:  # which half formats cannot make

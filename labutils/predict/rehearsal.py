@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from labutils import expert_parallel, measure, step
+from labutils import expert_parallel, measure, step, units
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.memory.recording import BATCH
@@ -38,6 +38,9 @@ def rehearsal(
         when a send is over, and what real ranks hold is what is held here
     Cost: some hundredths of a second for each layer and micro-batch.
     """
+    (L, m), p = (model.num_layers, train.accumulation(mesh.dp)), mesh.pp
+    said = f"passes of num_layers={L} on pp={p} with {m} micro-batches, to be run dry, are"
+    units.writable(L * m // p, said, "take fewer layers, or micro-batches", most=10**5)
     tokens = train.micro_batch * model.seq_len // mesh.cp
     tokens //= mesh.tp if train.sequence else 1
     assume: dict[type, Any] = {bool: True, float: 0.0}

@@ -33,6 +33,9 @@ class Hyperbola(NamedTuple):
     def seconds(self, batch: float, devices: int, *, example: float, reduce: float) -> float:
         """Time to the target where `devices` share a batch: `example` seconds of one for each
         example, and `reduce` for the all-reduce of a step."""
+        devices = units.whole(devices, "devices", 1)
+        example = units.positive(example, "example", or_zero=True)
+        reduce = units.positive(reduce, "reduce", or_zero=True)
         return self.steps(batch) * (example * batch / devices + reduce * (devices > 1))
 
 
@@ -56,7 +59,7 @@ def fit(steps: Mapping[float, float]) -> Hyperbola:
     aa, ab, bb = (sum(c[i] * c[j] for c in columns) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b, det = sum(c[0] for c in columns), sum(c[1] for c in columns), aa * bb - ab * ab
     found = Hyperbola(round((a * bb - b * ab) / det, 9), round((b * aa - a * ab) / det, 9))
-    if min(found) < 0:
+    if min(found) <= 0:
         fall = "steps fall as the batch grows, and by less than it grows"
         raise ValueError(f"{found} is of no hyperbola: {fall}; measure batches farther apart")
     return found

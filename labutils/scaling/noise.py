@@ -46,6 +46,6 @@ def noise_scale(found: Iterable[Spread]) -> float:
     for each in (found := list(found)):
         units.instance(each, Spread, "noise_scale")
     signal = fmean(each.signal for each in found) if found else 0.0
-    if signal <= 0:
+    if not signal > 0:  # nor of gradients that are no numbers
         raise ValueError(f"the mean |G|² is {signal:.3g}: average over more seeds or examples")
     return fmean(each.trace for each in found) / signal

@@ -29,9 +29,8 @@ def scale_lr(lr: float, ratio: float, rule: Rule) -> float:
     Raises ValueError for an unknown rule.
     Source: P. Goyal et al., 1706.02677, section 2.1 (linear).
     """
-    if rule not in POWERS:
-        raise ValueError(f"there is no rule {rule!r}: take one of {', '.join(POWERS)}")
-    return units.positive(lr, "lr") * units.positive(ratio, "ratio") ** POWERS[rule]
+    power = units.entry(POWERS, rule, "there is no rule")
+    return units.positive(lr, "lr") * units.positive(ratio, "ratio") ** power
 
 
 def scale_decay(decay: float, ratio: float, rule: Rule) -> float:
@@ -59,6 +58,7 @@ def warm_up(step: int, steps: int, *, start: float, end: float) -> float:
     Source: P. Goyal et al., 1706.02677, section 2.2: a constant increment at each iteration.
     """
     step, steps = units.whole(step, "step"), units.whole(steps, "steps")
+    start, end = _rates(start=start, end=end)
     return start + (end - start) * min(step / steps, 1) if steps else end
 
 
@@ -69,7 +69,9 @@ def gradual(ratio: float, share: float) -> Callable[[int, int], float]:
     >>> gradual(ratio=4, share=0.5)(0, 100)
     0.25
     """
-    return lambda step, steps: warm_up(step, round(share * steps), start=1 / ratio, end=1.0)
+    first = 1 / units.positive(ratio, "ratio")
+    share = units.positive(share, "share", or_zero=True)
+    return lambda step, steps: warm_up(step, round(share * steps), start=first, end=1.0)
 
 
 def cosine(step: int, steps: int, *, peak: float, end: float = 0.0) -> float:
@@ -80,8 +82,8 @@ def cosine(step: int, steps: int, *, peak: float, end: float = 0.0) -> float:
     [1.0, 0.85, 0.5, 0.15, 0.0, 0.0]
     """
     step, steps = units.whole(step, "step"), units.whole(steps, "steps", 1)
-    peak, end = _rates(peak, end)
-    return end + (peak - end) * (1 + math.cos(math.pi * min(step, steps) / steps)) / 2
+    peak, end = _rates(peak=peak, end=end)
+    return end + (peak - end) * (1 + math.cos(math.pi * (min(step, steps) / steps))) / 2
 
 
 def wsd(step: int, steps: int, *, peak: float, decay: int, end: float = 0.0) -> float:
@@ -94,15 +96,15 @@ def wsd(step: int, steps: int, *, peak: float, decay: int, end: float = 0.0) -> 
     Raises ValueError for a decay longer than all steps.
     """
     step, steps = units.whole(step, "step"), units.whole(steps, "steps", 1)
-    peak, end = _rates(peak, end)
+    peak, end = _rates(peak=peak, end=end)
     if (decay := units.whole(decay, "decay", 1)) > steps:
         raise ValueError(f"a decay of {decay} does not fit {steps} steps: use {steps} at most")
     return peak + (end - peak) * min(max(step - (steps - decay), 0) / decay, 1)
 
 
-def _rates(peak: float, end: float) -> tuple[float, float]:
-    """Both as floats, after checking that they are learning rates."""
-    return units.positive(peak, "peak", or_zero=True), units.positive(end, "end", or_zero=True)
+def _rates(**rates: float) -> list[float]:
+    """As floats, after checking that they are learning rates."""
+    return [units.positive(rate, name, or_zero=True) for name, rate in rates.items()]
 
 
 def shrinkage(lr: float, decay: float, steps: float) -> float:
