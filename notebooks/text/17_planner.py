@@ -267,6 +267,8 @@ for how, each in share.items():
     off = each[~fives] / np.median(each[fives]) - 1
     error = f"mean {abs(off).mean():.0%}, worst {abs(off).max():.0%}"
     print(f"{how:6} {min(each):.0%} to {max(each):.0%} of the peak: {error}")
+
+# %%
 reveal("planner/one-rate", percent=round(100 * abs(off).max()))
 
 # %% [markdown]
@@ -334,8 +336,9 @@ def layout(run):
     return text_of(run.plan).split(",")[0]
 
 
+# %%
 for name in dict.fromkeys(map(layout, others)):
-    its = [miss for run, miss in zip(others, missed, strict=True) if layout(run) == name]
+    its = [missed[i] for i, run in enumerate(others) if layout(run) == name]
     print(f"{name:16} {min(its):+.1%} to {max(its):+.1%}")
 
 # %% [markdown]
@@ -556,6 +559,8 @@ fastest = {s: found.fastest for s, found in searched.items()}
 winner = every.fastest.plan
 tied = climb.completed(llama, Plan(dp=16, tp=4, zero=3))
 reveal("planner/exposed", s=round(planner.estimate(less[0], winner).seconds))
+
+# %%
 for s, found in fastest.items():
     print(f"{s:4} {found.seconds:.1f} s: {text_of(found.plan)}")
 
