@@ -104,6 +104,52 @@ def _two_buffers(q, k, v, whole, comm, attend):
     return out, lse
 
 
+def _other_way(q, k, v, whole, comm, attend):
+    """Keys go to the rank before."""
+    n, i = comm.size, comm.rank
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+    kv = torch.stack((k, v))
+    for t in range(n):
+        works = []
+        if t < n - 1:
+            coming = comm.irecv(torch.empty_like(kv), (i + 1) % n)
+            works = [comm.isend(kv, (i - 1) % n), coming]
+        for tile in whole.tiles(i, (i + t) % n):
+            r = tile.rows
+            pair = attend(q[:, :, r], *kv[:, :, :, tile.columns], tile.offset)
+            out[:, :, r], lse[:, :, r] = flash.merge(out[:, :, r], lse[:, :, r], *pair)
+        for work in works:
+            kv = work.wait()
+    return out, lse
+
+
+def _by_query(q, k, v, whole, comm, attend):
+    """What each query has so far; no zeros and no −inf to begin with."""
+    n, i, g = comm.size, comm.rank, k.shape[1]
+    kv, have = torch.cat((k, v), 1), {}
+    for t in range(n):
+        works = []
+        if t < n - 1:
+            box = torch.empty_like(kv)
+            works = [comm.irecv(box, (i - 1) % n), comm.isend(kv, (i + 1) % n)]
+        for tile in whole.tiles(rank=i, holder=(i - t) % n):
+            keys, values = kv[:, :g, tile.columns], kv[:, g:, tile.columns]
+            pair = attend(q[:, :, tile.rows], keys, values, tile.offset)
+            for j, row in enumerate(range(tile.rows.start, tile.rows.stop)):
+                new = [x[:, :, j : j + 1] for x in pair]
+                have[row] = flash.merge(*have[row], *new) if row in have else new
+        for work in works:
+            work.wait()
+        kv = box if works else kv
+    return tuple(torch.cat([have[row][x] for row in sorted(have)], 2) for x in (0, 1))
+
+
+def _everything_seen(q, k, v, whole, comm, attend):
+    """Of other ranks' tiles every pair is seen, so any large offset will do."""
+    return context_parallel.ring(q, k, v, whole, comm, lambda q, k, v, offset: attend(
+        q, k, v, offset if offset == 0 else offset + 1000))  # fmt: skip
+
+
 # ── trade tokens for heads ───────────────────────────────────────────────────────────────────────
 
 
@@ -136,6 +182,28 @@ def _messages(x, whole, comm):
             works.append(comm.irecv(torch.empty_like(parts[0]), other))
     rows = iter([work.wait() for work in works][1::2])
     return whole.join([parts[r] if r == comm.rank else next(rows) for r in range(comm.size)], 2)
+
+
+def _permuted(x, whole, comm):
+    b, a, t, d = x.shape
+    n = comm.size
+    came = comm.all_to_all(x.reshape(b, n, a // n, t, d).permute(1, 0, 2, 3, 4).clone())
+    found = torch.empty(b, a // n, whole.s, d, dtype=x.dtype)
+    for rank in range(n):
+        found[:, :, torch.tensor(list(whole.positions(rank)))] = came[rank]
+    return found
+
+
+def _sorted_by_place(x, whole, comm):
+    came = comm.all_to_all(torch.stack(torch.tensor_split(x, comm.size, dim=1)))
+    places = torch.tensor([p for rank in range(comm.size) for p in whole.positions(rank)])
+    return torch.cat(tuple(came), 2).index_select(2, places.argsort())
+
+
+def _heads_in_front(x, whole, comm):
+    rows = x.permute(1, 2, 0, 3).contiguous()
+    came = comm.all_to_all(rows.view(comm.size, -1, *rows.shape[1:]))
+    return whole.join([part.permute(2, 0, 1, 3) for part in came], 2)
 
 
 # ── bug hunt ─────────────────────────────────────────────────────────────────────────────────────
@@ -219,23 +287,80 @@ class _Contiguous:
         return each.sum() * n / targets.ne(-100).sum()
 
 
+class _Places:
+    """Tells model and table where the tokens stand."""
+
+    def __init__(self, model, comm):
+        self.model, self.comm = model, comm
+        model.places_ = model.blocks[0].attention.rotary.places_ = self.places
+        for block in model.blocks:
+            block.attention.attend = lambda q, k, v, dropout: context_parallel.ring_attention(
+                q, k, v, comm, "zigzag"
+            )
+
+    def places(self, count):
+        n = self.comm.size
+        return list(context_parallel.layout(count * n, n, "zigzag").positions(self.comm.rank))
+
+    def loss(self, tokens, targets):
+        whole = context_parallel.layout(tokens.shape[1], self.comm.size, "zigzag")
+        mine, right = (whole.split(x, self.comm.rank) for x in (tokens, targets))
+        summed = nn.functional.cross_entropy(
+            self.model(mine).flatten(0, 1), right.flatten(), reduction="sum"
+        )
+        return summed * self.comm.size / (targets != -100).sum()
+
+
+class _MeanCount(_Places):
+    """Over the mean number of targets of a rank, which all are asked for."""
+
+    def loss(self, tokens, targets):
+        whole = context_parallel.layout(tokens.shape[1], self.comm.size)
+        mine, right = (whole.split(x, self.comm.rank) for x in (tokens, targets))
+        counts, logs = right != -100, self.model(mine).log_softmax(-1)
+        each = -logs.gather(-1, right.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        of_ranks = self.comm.all_gather(counts.sum().reshape(1)).double()
+        return torch.where(counts, each, torch.zeros_like(each)).sum() / of_ranks.mean()
+
+
+class _OneByOne(_Places):
+    """A sequence at a time, each by its share of all targets."""
+
+    def loss(self, tokens, targets):
+        counts = (targets != -100).sum(1)
+        losses = [
+            super(_OneByOne, self).loss(tokens[i : i + 1], targets[i : i + 1]) * counts[i]
+            for i in range(len(tokens))
+        ]
+        return torch.stack(losses).sum() / counts.sum()
+
+
 RIGHT = {
     "context_parallel/ring": {
         "two messages": _two_messages,
         "rescaled by hand in NumPy, as a list": _numpy,
         "merged at the end": _merged_at_the_end,
         "two buffers": _two_buffers,
+        "the other way": _other_way,
+        "query by query": _by_query,
+        "large offsets": _everything_seen,
     },
     "context_parallel/heads": {
         "heads first": _flat,
         "sizes given": _sized,
         "messages": _messages,
+        "permuted": _permuted,
+        "sorted by place": _sorted_by_place,
+        "heads in front": _heads_in_front,
         "a lambda": lambda x, whole, comm: context_parallel.heads_for_tokens(x, whole, comm),
     },
     "context_parallel/bug-hunt": {
         "counts by an all-reduce": _Counts,
         "weighted means, with Ulysses": _WeighsMeans,
         "all contiguous": _Contiguous,
+        "by places": _Places,
+        "the mean number of targets": _MeanCount,
+        "one by one": _OneByOne,
         "the library": lambda model, comm: context_parallel.distribute(model, comm, kind="zigzag"),
     },
 }

@@ -1,8 +1,10 @@
 """Right answers to the exercises of `planner`, in other styles than the reference."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
+import torch
 
 from labutils.planner import climb, plans
 from labutils.planner.work import Plan
@@ -57,6 +59,45 @@ def _backwards(plan, layers, weights, tokens, kept):
     return sorted(found)[-1]
 
 
+def _fractions(plan, layers, weights, tokens, kept):
+    """Exact, of a generator."""
+
+    def stages():
+        for i, count in enumerate(layers):
+            ends = weights["embedding"] * (not i) + weights["head"] * (i + 1 == len(layers))
+            mine = Fraction(count * weights["layer"] + ends, plan.tp)
+            busy = min(len(layers) - i, plan.micro_batches)
+            yield mine * (6 + Fraction(12, plan.replicas)) + Fraction(
+                busy * count * kept * tokens, plan.cp * plan.tp
+            )
+
+    return max(stages())
+
+
+def _tensors(plan, layers, weights, tokens, kept):
+    count = torch.tensor(layers, dtype=torch.float64)
+    mine = count * weights["layer"]
+    mine[0] += weights["embedding"]
+    mine[-1] += weights["head"]
+    busy = torch.arange(plan.pp, 0, -1).clamp(max=plan.micro_batches)
+    local = kept * tokens / (plan.cp * plan.tp)
+    return (mine / plan.tp * (6 + 12 / plan.replicas) + busy * count * local).max()
+
+
+def _stage_by_stage(plan, layers, weights, tokens, kept, i=0):
+    """The fullest of stage i and of those behind it."""
+    if i == plan.pp:
+        return 0
+    mine = layers[i] * weights["layer"]
+    if i == 0:
+        mine += weights["embedding"]
+    if i == plan.pp - 1:
+        mine += weights["head"]
+    held = mine * (6 + 12 / plan.dp / plan.cp) / plan.tp
+    held += min(plan.pp - i, plan.micro_batches) * layers[i] * kept * tokens / plan.cp / plan.tp
+    return max(held, _stage_by_stage(plan, layers, weights, tokens, kept, i + 1))
+
+
 def _normal(work, seconds, usual, unsure):
     told = work * usual / (0.025 * seconds)[:, None]
     left = told.T @ told + np.diag(unsure**-2.0)
@@ -96,6 +137,37 @@ def _dual(work, seconds, usual, unsure):
     return usual + K @ work.T @ np.linalg.solve(cov, seconds - work @ usual)
 
 
+def _triangle(work, seconds, usual, unsure):
+    """By a QR factorization of all rows."""
+    rows = np.vstack([work * usual / seconds[:, None] / 0.025, np.diag(1 / unsure)])
+    Q, R = np.linalg.qr(rows)
+    return usual * np.linalg.solve(R, Q.T @ np.r_[np.full(len(seconds), 40.0), 1 / unsure])
+
+
+def _row_by_row(work, seconds, usual, unsure):
+    rows, told = [], []
+    for row, t in zip(work, seconds, strict=True):
+        rows.append([row[k] * usual[k] / (0.025 * t) for k in range(5)])
+        told.append(1 / 0.025)
+    for k in range(5):
+        rows.append([float(j == k) / unsure[k] for j in range(5)])
+        told.append(1 / unsure[k])
+    x, *_ = np.linalg.lstsq(rows, told, rcond=None)
+    return [float(each * u) for each, u in zip(x, usual, strict=True)]
+
+
+def _logarithms(work, seconds, usual, unsure):
+    """Shares as factors, as `calibrate` takes them: Gauss and Newton."""
+    x = np.zeros(len(usual))
+    for _ in range(50):
+        each = work * usual * np.exp(x)
+        takes = each.sum(axis=1)
+        rows = np.vstack([each / takes[:, None] / 0.025, np.diag(1 / unsure)])
+        misses = np.r_[np.log(seconds / takes) / 0.025, -x / unsure]
+        x = x + 0.7 * np.linalg.lstsq(rows, misses, rcond=None)[0]
+    return usual * np.exp(x)
+
+
 BY_HAND = {
     "llama-3.1-8b": Plan(dp=2, cp=16, micro_batches=32, zero=3),
     "llama-3.1-70b": Plan(dp=128, tp=2, cp=2, micro_batches=4, zero=3),
@@ -127,6 +199,40 @@ def _questions(job, ask):
     return min((each for each in found if each.fits), key=lambda each: each.seconds)
 
 
+def _estimate(job, ask):
+    """What `ask` said of the plan, and not the plan."""
+    return ask(BY_HAND[job.model.name])
+
+
+def _two_at_a_time(job, ask):
+    """The two best of all neighbours, nine times."""
+    front = [climb.start_of(job)]
+    if job.model.num_experts > 1:
+        front.append(climb.start_of(job, ep=8))
+    for _ in range(9):
+        near = (p for plan in front for p in climb.changes(job, plan) if not p.recompute)
+        front = sorted({*front, *near}, key=lambda plan: climb.better(ask(plan)))[:2]
+    return front[0]
+
+
+def _dearer(job, ask):
+    """Seconds, and a price for each byte too many that goes up."""
+    plan = climb.start_of(job, **({"ep": 8} if job.model.num_experts > 1 else {}))
+    for price in (0.05, 0.5, 5, 50):
+
+        def cost(other, price=price):
+            short = max(0, -ask(other).headroom) / job.cluster.room
+            return ask(other).seconds * (1 + price * short)
+
+        while True:
+            near = [p for p in climb.changes(job, plan) if not p.recompute]
+            best = min([plan, *near], key=cost)
+            if best == plan:
+                break
+            plan = best
+    return plan
+
+
 def _annealed(job, ask):
     """Random changes from the plain start, fewer and fewer for the worse; then a climb."""
     rng = np.random.default_rng(1)
@@ -146,17 +252,26 @@ RIGHT = {
         "columns": _columns,
         "rounded up": _rounded_up,
         "from the last stage": _backwards,
+        "in fractions": _fractions,
+        "in tensors": _tensors,
+        "stage by stage": _stage_by_stage,
     },
     "planner/fit": {
         "normal equations": _normal,
         "one run after the other": _kalman,
         "by coordinates": _descent,
         "the dual": _dual,
+        "a triangle": _triangle,
+        "row by row": _row_by_row,
+        "in logarithms": _logarithms,
     },
     "planner/exam": {
         "by hand": _by_hand,
         "one good start": _one_start,
         "a grid": _questions,
         "random changes": _annealed,
+        "an estimate": _estimate,
+        "two at a time": _two_at_a_time,
+        "dearer and dearer": _dearer,
     },
 }

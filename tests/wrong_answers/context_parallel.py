@@ -68,6 +68,71 @@ def _ring(
     return out / count if mean else out, lse if keep_lse else torch.zeros_like(lse)
 
 
+def _swapped_lse(o1, lse1, o2, lse2):
+    """Each output by the other's lse, once both are there."""
+    both = (o1, lse2, o2, lse1) if lse1.isfinite().all() else (o1, lse1, o2, lse2)
+    return flash.merge(*both)
+
+
+def _larger_lse(o1, lse1, o2, lse2):
+    return flash.merge(o1, lse1, o2, lse2)[0], torch.maximum(lse1, lse2)
+
+
+def _values_for_keys(q, k, v, whole, comm, attend):
+    return context_parallel.ring(q, v, k, whole, comm, attend)
+
+
+def _over_itself(q, k, v, whole, comm, attend):
+    """The next keys come into the tensor that is being sent."""
+    n, i = comm.size, comm.rank
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -torch.inf)
+    kv = torch.stack([k, v])
+    for step in range(n):
+        works = ()
+        if step < n - 1:
+            works = comm.isend(kv, (i + 1) % n), comm.irecv(kv, (i - 1) % n)
+        for tile in whole.tiles(i, (i - step) % n):
+            at, c = tile.rows, tile.columns
+            found = attend(q[:, :, at], *kv[:, :, :, c], tile.offset)
+            out[:, :, at], lse[:, :, at] = flash.merge(out[:, :, at], lse[:, :, at], *found)
+        for work in works:
+            work.wait()
+    return out, lse
+
+
+def _plain_exponentials(q, k, v, whole, comm, attend):
+    """Sums of e^lse, without the larger lse taken out."""
+    n, i = comm.size, comm.rank
+    summed, weight, kv = torch.zeros_like(q), torch.zeros_like(q[..., 0]), torch.stack([k, v])
+    for step in range(n):
+        works = ()
+        if step < n - 1:
+            works = comm.isend(kv, (i + 1) % n), comm.irecv(torch.empty_like(kv), (i - 1) % n)
+        for tile in whole.tiles(i, (i - step) % n):
+            out, lse = attend(q[:, :, tile.rows], *kv[:, :, :, tile.columns], tile.offset)
+            summed[:, :, tile.rows] += out * lse.exp()[..., None]
+            weight[:, :, tile.rows] += lse.exp()
+        for work in works:
+            kv = work.wait()
+    return summed / weight[..., None], weight.log()
+
+
+def _recursive(q, k, v, whole, comm, attend, step=0, so_far=None):
+    """Each call calls the next, and all keep their keys until the last returns."""
+    n, i = comm.size, comm.rank
+    out, lse = so_far or (torch.zeros_like(q), torch.full_like(q[..., 0], -torch.inf))
+    works = []
+    if step < n - 1:
+        works = [comm.irecv(torch.empty_like(x), (i - 1) % n) for x in (k, v)]
+        works += [comm.isend(x.contiguous(), (i + 1) % n) for x in (k, v)]
+    for tile in whole.tiles(i, (i - step) % n):
+        at, c = tile.rows, tile.columns
+        found = attend(q[:, :, at], k[:, :, c], v[:, :, c], tile.offset)
+        out[:, :, at], lse[:, :, at] = flash.merge(out[:, :, at], lse[:, :, at], *found)
+    came = [work.wait() for work in works][:2]
+    return _recursive(q, *came, whole, comm, attend, step + 1, (out, lse)) if came else (out, lse)
+
+
 def _without_tiles(q, k, v, whole, comm, attend):
     """Whole shares, as if each rank had neighbouring tokens."""
     n, i = comm.size, comm.rank
@@ -213,6 +278,29 @@ def _twice(x, whole, comm):
     return whole.join(list(rows), 2)
 
 
+def _rounded(x, whole, comm):
+    return _trade(x.float(), whole, comm).to(x.dtype)
+
+
+def _joined_by_heads(x, whole, comm):
+    return _trade(x, whole, comm, join=lambda rows: whole.join([*rows], 1))
+
+
+def _last_rank_first(x, whole, comm):
+    return _trade(x, whole, comm, cut=lambda x: torch.stack(x.chunk(comm.size, 1)[::-1]))
+
+
+def _interleaved(x, whole, comm):
+    """Token t of each rank, then token t + 1 of each."""
+    return _trade(x, whole, comm, join=lambda rows: torch.stack(rows, 3).flatten(2, 3))
+
+
+def _broadcasts(x, whole, comm):
+    """Each rank tells all it has to everybody."""
+    shares = [comm.broadcast(x.contiguous(), rank) for rank in range(comm.size)]
+    return whole.join([share.chunk(comm.size, 1)[comm.rank] for share in shares], 2)
+
+
 # ── bug hunt ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -301,6 +389,56 @@ class _Sorted(_Model):
         super().__init__(model, comm, turn="neighbours")
 
 
+class _OfFirstLength(_Model):
+    """Positions are worked out once, for the first length that comes."""
+
+    def loss(self, tokens, targets):
+        if not hasattr(self, "kept"):
+            whole = context_parallel.layout(tokens.shape[1], self.comm.size)
+            at = torch.tensor(whole.positions(self.comm.rank))
+            self.kept = [table[at] for table in self.tables]
+        rotary = self.model.blocks[0].attention.rotary
+        rotary.cos, rotary.sin = self.kept
+        self.turn = "local"
+        return super().loss(tokens, targets)
+
+
+class _FirstBlock(_Model):
+    """Only the first block attends over the ring."""
+
+    def __init__(self, model, comm):
+        others = [block.attention.attend for block in model.blocks]
+        super().__init__(model, comm)
+        for block, attend in zip(model.blocks[1:], others[1:], strict=True):
+            block.attention.attend = attend
+
+
+class _Dealt(_Model):
+    """Tokens in contiguous shares, the ring in a zig-zag."""
+
+    def loss(self, tokens, targets):
+        whole = context_parallel.layout(tokens.shape[1], self.comm.size)
+        order = [p for rank in range(self.comm.size) for p in whole.positions(rank)]
+        back = torch.tensor(order).argsort()
+        return super().loss(tokens[:, back], targets[:, back])
+
+
+class _OwnMean(_Model):
+    """A rank's mean, times its share of the targets: 0/0 where it has none."""
+
+    def loss(self, tokens, targets):
+        whole = context_parallel.layout(tokens.shape[1], self.comm.size)
+        mine = (whole.split(targets, self.comm.rank) != -100).sum()
+        return super().loss(tokens, targets) / mine * mine
+
+
+class _Rolled(_Model):
+    """Labels are shifted once more."""
+
+    def loss(self, tokens, targets):
+        return super().loss(tokens, targets.roll(-1, 1))
+
+
 WRONG = {
     "context_parallel/ring": (
         Wrong(
@@ -349,6 +487,14 @@ WRONG = {
         ),
         Wrong("sent home", functools.partial(_ring, rounds=1), "bytes sent", "sends the keys home"),
         Wrong("all keys at once", _gathered, "bytes sent", "O(s)"),
+        Wrong("each output by the other's lse",
+              functools.partial(_ring, merge=_swapped_lse), "contiguous", "every tile"),
+        Wrong("the larger lse",
+              functools.partial(_ring, merge=_larger_lse), "contiguous", "merged lse"),
+        Wrong("values for keys", _values_for_keys, "contiguous", "every tile"),
+        Wrong("received over what is sent", _over_itself, "contiguous", "still reads"),
+        Wrong("plain exponentials", _plain_exponentials, "contiguous", "overflows"),
+        Wrong("recursive", _recursive, "bytes sent", "are two sets"),
         Wrong(
             "waits, then computes",
             functools.partial(_ring, early=True),
@@ -366,6 +512,11 @@ WRONG = {
         Wrong("reshaped, not moved", _reshaped, "contiguous", "deals rows of dim 0"),
         Wrong("one head to a rank", _mean_of_heads, "contiguous", "fewer heads, all tokens"),
         Wrong("tokens in the order of ranks", _in_rank_order, "zig-zag", "belong"),
+        Wrong("rounded on the way", _rounded, "contiguous", "but for rounding"),
+        Wrong("joined by heads", _joined_by_heads, "contiguous", "fewer heads, all tokens"),
+        Wrong("the last rank's heads first", _last_rank_first, "contiguous", "another rank's"),
+        Wrong("interleaved", _interleaved, "contiguous", "wrong places"),
+        Wrong("broadcasts", _broadcasts, "bytes sent", "thrown away"),
         Wrong(
             "gathered, then cut",
             functools.partial(_trade, gather=True),
@@ -380,6 +531,11 @@ WRONG = {
             "every token weighs alike",
             "N times as large",
         ),
+        Wrong("positions of the first length", _OfFirstLength, "positions", "own position"),
+        Wrong("the first block alone", _FirstBlock, "positions", "not every block"),
+        Wrong("tokens dealt otherwise", _Dealt, "who sees whom", "zig-zag"),
+        Wrong("0/0 of no targets", _OwnMean, "every token weighs alike", "is 0/0"),
+        Wrong("labels shifted twice", _Rolled, "one rank", "the whole sequence"),
         Wrong("labels shifted late", _Shifted, "every token weighs alike", "off"),
         Wrong("counts its own", _CountsHere, "every token weighs alike", "mean of means"),
         Wrong("counts ignored ones", _CountsAll, "every token weighs alike", "by all tokens"),

@@ -2,9 +2,11 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from right_answers.planner import BY_HAND
 
 from labutils import planner
 from labutils.planner import climb, plans
@@ -52,6 +54,22 @@ def _most_of_each(plan: Plan, layers: Sequence, weights: Mapping, tokens: int, k
     return exercises._apart(exercises._Case(plan, layers, weights, tokens, kept))
 
 
+def _in_gigabytes(plan: Plan, layers: Sequence, weights: Mapping, tokens: int, kept: int) -> float:
+    return _fullest()(plan, layers, weights, tokens, kept) / 1e9
+
+
+def _ends_only(held: Sequence[float]) -> float:
+    """The first or the last stage, whichever holds more."""
+    return max(held[0], held[-1])
+
+
+def _of_most_states(plan: Plan, layers: Sequence, weights: Mapping, tokens: int, kept: int) -> float:
+    """All that the stage with the most states holds."""
+    case = exercises._Case(plan, layers, weights, tokens, kept)
+    states = exercises._held(case._replace(kept=0))
+    return exercises._held(case)[states.index(max(states))]
+
+
 def _mean(held: Sequence[float]) -> float:
     return sum(held) / len(held)
 
@@ -83,6 +101,26 @@ def _to_zero(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
 
 def _no_prior(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
     return usual * _solve(work * usual / seconds[:, None], np.ones(len(seconds)))
+
+
+def _within_bounds(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
+    """The runs alone, and each number cut to its range."""
+    return usual * np.clip(_solve(work * usual / seconds[:, None], np.ones(len(seconds))),
+                           1 - unsure, 1 + unsure)  # fmt: skip
+
+
+def _multiples(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
+    return _fit()(work, seconds, usual, unsure) / usual
+
+
+def _by_largest_part(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
+    """Each run corrects the kind that takes most of it."""
+    parts, found = work * usual, np.ones(len(usual))
+    for kind in range(len(usual)):
+        its = parts.argmax(1) == kind
+        if its.any():
+            found[kind] = np.median((seconds / parts.sum(1))[its])
+    return usual * found
 
 
 def _one_factor(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
@@ -178,6 +216,19 @@ def _by_other_names(job: planner.Job, ask: Callable) -> Plan:
     return Plan(**{name: int(getattr(each, name)[best]) for name in CHOSEN})
 
 
+def _first_that_fits(job: planner.Job, ask: Callable) -> Plan | None:
+    for tp, pp, cp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16)):
+        plan = _always(tp=tp, pp=pp, cp=cp, zero=3)(job, ask)
+        if not plans.illegal(job, plan) and ask(plan).fits:
+            return plan
+    return None
+
+
+def _by_hand(**changes: int) -> Callable:
+    """Good plans, with one change for the worse."""
+    return lambda job, ask: replace(BY_HAND[job.model.name], **changes)
+
+
 def _in_words(job: planner.Job, ask: Callable) -> str:
     return plans.text_of(climb.start_of(job))
 
@@ -192,7 +243,7 @@ WRONG = {
         Wrong("one end of one stage", _one_end, "one stage", "has both"),
         Wrong("ends swapped", _fullest("swapped"), "uneven stages", "the last one that has"),
         Wrong("18 bytes everywhere", _unsharded, "one stage", "12 B shared"),
-        Wrong("whole on ranks of tp", _no_sp, "one stage", "activations as kept"),
+        Wrong("whole on ranks of tp", _no_sp, "one stage", "divided by tp, too"),
         Wrong("the mean", _fullest(of=_mean), "the fullest stage", "mean of the stages"),
         Wrong("GPipe's", _fullest("all"), "one stage", "as soon as it can"),
         Wrong("one micro-batch", _fullest("once"), "the fullest stage", "and not one"),
@@ -201,6 +252,14 @@ WRONG = {
         Wrong("i + 1", _fullest("turned"), "uneven stages", "waits longest"),
         Wrong("most of each", _most_of_each, "uneven stages", "no rank holds both"),
         Wrong("the sum", _fullest(of=sum), "the fullest stage", "take the largest"),
+        Wrong("weights over cp", _fullest("weights"), "context parallelism", "not weights"),
+        Wrong("optimizer over tp", _fullest("over tp"), "one stage", "tp hold other weights"),
+        Wrong("optimizer over pp", _fullest("over pp"), "the fullest stage", "hold other weights"),
+        Wrong("p − i + 1", _fullest("p - i +1"), "one stage", "counted from 0"),
+        Wrong("p − i − 1", _fullest("p - i -1"), "one stage", "counted from 0"),
+        Wrong("first or last", _fullest(of=_ends_only), "uneven stages", "may have more layers"),
+        Wrong("of most states", _of_most_states, "uneven stages", "may have more layers"),
+        Wrong("in GB", _in_gigabytes, "one stage", "0.487 B instead of"),
     ),
     "planner/fit": (
         Wrong("no usual numbers", _no_prior, "what no run tells", "tell five numbers apart"),
@@ -213,6 +272,11 @@ WRONG = {
         Wrong("alike unsure", _fit(shares=0.25), "what no run tells", "known worse"),
         Wrong("over the root", _fit(power=0.5), "what no run tells", "known worse"),
         Wrong("runs hardly count", _fit(noise=0.5), "what runs tell", "many runs outweigh"),
+        Wrong("squares of the errors", _fit(power=2), "what runs tell", "22 runs"),
+        Wrong("cut to the range", _within_bounds, "what no run tells", "keep that"),
+        Wrong("multiples of the usual", _multiples, "what runs tell", "these are multiples"),
+        Wrong("by the largest part", _by_largest_part, "what runs tell", "A row for each run"),
+        Wrong("runs without error", _fit(noise=1e-6), "what no run tells", "over its error"),
     ),
     "planner/exam": (
         Wrong("dp alone", _always(zero=3), LONG, "not fit"),
@@ -221,7 +285,7 @@ WRONG = {
         Wrong("one climb without", _climbed((0,)), LAST, "Experts are most"),
         Wrong("experts over 8, recomputed", _experts_recomputed, LAST, "every step pays"),
         Wrong("fastest, fit or not", _fastest_of_all, LONG, "Share out"),
-        Wrong("leanest", _leanest, LONG, "every step pays"),
+        Wrong("leanest", _leanest, LONG, "fits without"),
         Wrong("in words", _in_words, LONG, "planner.Plan"),
         Wrong("searched", _searches, LONG, "search is the examiner"),
         Wrong("enumerated", _enumerates, LONG, "search is the examiner"),
@@ -229,5 +293,10 @@ WRONG = {
         Wrong("evaluates unasked", _estimates, LONG, "search is the examiner"),
         Wrong("asks for all", _asks_for_all, LONG, "tens of thousands"),
         Wrong("illegal", _always(tp=16), LONG, "without remainder"),
+        Wrong("the first that fits", _first_that_fits, LAST, "Experts are most"),
+        Wrong("recomputed in vain", _by_hand(recompute=1), LONG, "fits without"),
+        Wrong("twice the batch", _by_hand(micro_batch=2), LONG, "make up the batch"),
+        Wrong("a level less", _by_hand(zero=1), LONG, "Share out"),
+        Wrong("one climb from tp = 8", _climbed((0,), tp=8), LAST, "Experts are most"),
     ),
 }

@@ -1,6 +1,7 @@
 """Pass keys round a ring, trade tokens for heads, and repair a model that passed its test."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,11 +38,14 @@ _A, _G, _D = 4, 2, 4
 class _Seen:
     """What came of an attempt at the ring on every rank: outputs, and what was computed when."""
 
-    def __init__(self, attempt: Callable, n: int, kind: str, s: int = 24) -> None:
+    def __init__(
+        self, attempt: Callable, n: int, kind: str, s: int = 24, scores: float = 1
+    ) -> None:
         self.n, self.whole = n, context_parallel.layout(s, n, kind)
-        self.case = f"{_ranks.count(n)}, {kind}"
+        self.case = f"{_ranks.count(n)}, {kind}" + ", large scores" * (scores > 1)
         self.one_set = 2 * 2 * _G * s // n * _D * 8  # bytes of a rank's keys and values
-        self.qkv = [3 * _noise(2, heads, s, _D, seed=heads + n) for heads in (_A, _G, _G)]
+        self.qkv = [3 * _noise(2, heads, s, _D, seed=i) for i, heads in enumerate((_A, _G, _G))]
+        self.qkv[0] *= scores
         circle = (
             "Each rank waits for a receiver that is sending itself. Begin both with comm.isend and "
             "comm.irecv, compute, and wait() afterwards."
@@ -55,6 +59,10 @@ class _Seen:
         received: list[tuple[StorageWeakRef, int]] = []
 
         def irecv(out: Tensor, src: int) -> world.Work:
+            memory = out.untyped_storage().data_ptr()
+            for request in (work._request for work in comm._owner._pending):
+                if request.sending and request.tensor.untyped_storage().data_ptr() == memory:
+                    raise ValueError("irecv writes into the tensor that isend still reads")
             received.append((StorageWeakRef(out.untyped_storage()), out.nbytes))
             return type(comm).irecv(comm, out, src)
 
@@ -93,8 +101,8 @@ class _Seen:
 
 
 def _attends(attempt: Callable, kind: str) -> str:
-    for n in (1, 2, 3):
-        seen = _Seen(attempt, n, kind)
+    for n, scores in ((1, 1), (2, 1), (3, 1), (2, 1000)):
+        seen = _Seen(attempt, n, kind, scores=scores)
         right, lse = flash.attention(*seen.qkv, causal=True)
         for rank in range(n):
             mine = seen.whole.split(right, rank, 2)
@@ -102,6 +110,12 @@ def _attends(attempt: Callable, kind: str) -> str:
                 continue
             apart = (torch.as_tensor(seen.out[rank]).double() - mine).abs().max().item()
             rounded = "Right but for rounding: keep q, k, v, outputs and lse in the dtype of q."
+            if not math.isfinite(apart):
+                raise Failed(
+                    f"{seen.case}: an output of rank {rank} is not finite",
+                    "e^lse overflows. What counts is the difference of two lse, and flash.merge "
+                    "takes the exponential of that alone.",
+                )
             raise Failed(
                 f"{seen.case}: outputs of rank {rank} are off by {apart:.2g}",
                 rounded if apart < 1e-2 else _why_wrong(seen, rank),
@@ -273,6 +287,8 @@ def _why_other(found: Tensor, x: Tensor, whole: context_parallel.SequenceLayout)
             "These are another rank's heads, each token in its place. all_to_all sends row r to "
             "rank r: the r-th n-th of the heads has to be row r."
         )
+    if any(torch.allclose(found.double(), heads, rtol=1e-5) for heads in x.chunk(n, 1)):
+        return "Right but for rounding: send the dtype that you are given."
     if {*found.flatten().tolist()} == {*x.flatten().tolist()} or any(
         sorted(found.flatten().tolist()) == sorted(x.chunk(n, 1)[rank].flatten().tolist())
         for rank in range(n)
@@ -324,7 +340,7 @@ TRADE = Exercise(
 # ── bug hunt: a model over ranks ─────────────────────────────────────────────────────────────────
 
 _CONFIG = ModelConfig(
-    num_layers=1, d_model=12, num_heads=6, num_kv_heads=1, d_ff=16, vocab_size=16, seq_len=12,
+    num_layers=2, d_model=12, num_heads=6, num_kv_heads=1, d_ff=16, vocab_size=16, seq_len=12,
     ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False,
 )  # fmt: skip
 
@@ -369,11 +385,12 @@ def _passes(
                 model.head.register_forward_hook(lambda head, x, y: logits.append(y.detach()))
                 wrapped = attempt(model, comm)
             model.zero_grad()
+            logits.clear()
             loss = wrapped.loss(*batch)
             loss.backward()
             data_parallel.average_gradients(model, comm)
             mean = comm.all_reduce(loss.detach().reshape(1)) / comm.size
-            results.append((logits[-1], mean.item(), _gradient(model)))
+            results.append((torch.cat(logits), mean.item(), _gradient(model)))
         return results
 
     hint = "All ranks must make the same calls in the same order, also a rank without targets."
@@ -448,7 +465,8 @@ def _positions(attempt: Callable) -> str:
                 "RoPE turns tokens by other positions than theirs, as on a rank that counts its "
                 "tokens from 0, or on from the first of them. Each needs its own position: rows "
                 "whole.positions(rank) of the tables rotary.cos and rotary.sin. (Take them from "
-                "the whole tables each time, not from what the pass before left.)",
+                "the whole tables each time, not from what the pass before left.) Or not every "
+                "block attends over the ring.",
             )
     return "3 ranks, long and short sequences in turn"
 
@@ -478,6 +496,8 @@ def _weighs(attempt: Callable) -> str:
 
 def _why_off(loss: float, right: float, counts: list[int]) -> str:
     """What most likely makes it so of ranks with so many targets each."""
+    if math.isnan(loss):
+        return "The mean of a rank without targets is 0/0. Sum, and divide by the targets of all."
     if abs(len(counts) * loss - right) < 1e-9:
         return "It is right but for a factor: the mean over N ranks divides once more by N."
     if abs(loss * _batch()[1].numel() - right * sum(counts)) < 1e-9:
