@@ -323,7 +323,7 @@ hint("floats/rounds-twice", 1)
 # %% [markdown]
 # How rare is it? Of $2^{13}$ float32 numbers between two fp16 values one is the midpoint, and half of what float32 rounds to it should have gone the
 # other way: one random number in $2^{14} = 16\,384$, about 61 in a million.
-# Test the ties and their *nearest neighbors in the wider format*, and you see one at once.
+# Test the ties and their nearest neighbors *in float64*, and you see one at once.
 
 # %%
 f"{wrong(torch.rand(1_000_000, dtype=torch.float64, generator=g))} of a million"
@@ -348,7 +348,7 @@ reveal("fp16/ten-thousand-squared", "infinity", "∞", result=str((a * a).item()
 {x: FP16.round(x) for x in (65519.99, 65520)}
 
 # %% [markdown]
-# NaN comes one step later, when two infinities meet: $\infty - \infty$,
+# NaN comes one step later, when the infinity meets another or a zero: $\infty - \infty$,
 # $\infty / \infty$, $\infty \cdot 0$.
 # Here it is in a softmax of two harmless logits:
 
@@ -421,7 +421,7 @@ product = (bf16 @ bf16).item()
 f"the loop {total.item()}, sum() {bf16.sum().item()}, dot product {product}"
 
 # %% [markdown]
-# The loop rounds to bf16 every time, and stalls at 256. PyTorch's `sum()`, `mean()` and products of 16-bit tensors add in fp32 and round once, at the end. On terms where a tree
+# The loop rounds to bf16 every time, and stalls at 256. PyTorch's `sum()` and `mean()` of 16-bit tensors add in fp32 and round once, at the end; so do its products on a CPU. On terms where a tree
 # of bf16 sums gives another number:
 
 # %%
@@ -717,7 +717,7 @@ for scale in (floats.E8M0, E4M3):
 # The flags for 16 bits stand in lab 02. For fewer, and for sums:
 #
 # - **PyTorch.** `torch.float8_e4m3fn` and `torch.float8_e5m2` are for storage and scaled products, there is no arithmetic on them.
-#   `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` is True by default: parts of an fp16 product may then be added in fp16.
+#   `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` is True by default, and so is bf16's: a GPU may then add parts of a product in 16 bits.
 # - **FSDP2.** In `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` the second says where gradients are added; left out, it is the first.
 # - **torchtitan 0.2.2.** fp8 is a conversion of the model's linear layers, with tensorwise, rowwise or MXFP8 scales.
 # - **Megatron-LM.** `--fp8-format e4m3` or `hybrid`, with `--fp8-recipe delayed`, `tensorwise`, `blockwise` or `mxfp8`.

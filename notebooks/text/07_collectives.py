@@ -630,8 +630,9 @@ for name in ("ring", "halving_doubling"):
 
 # %% [markdown]
 # Halving–doubling sends through both directions of each link, the ring through one, and still the ring is ahead on such a network for large tensors, by a factor that grows with N (on four ranks it is 1).
-# (Two rings of half the tensor each, in opposite directions, would halve the ring's number once more.) A ring works with any number of ranks, on any network with a cycle through
+# (With the nearest partner first, the long messages of halving–doubling go over one link. Each step then puts S/2 through the fullest direction, the one with the farthest partner S/4: (log₂ N − ½) · S there and back, 10 and 14 MB here. The ring is still ahead. Two rings of half the tensor each, in opposite directions, would halve the ring's number once more.) A ring works with any number of ranks, on any network with a cycle through
 # all of them.
+# <!-- arithmetic: [4 * 2 * (0.5 * (steps - 1) + 0.25) for steps in (3, 4)] == [10, 14] -->
 #
 # ## Further: and if some links are slow?
 #
@@ -707,7 +708,7 @@ for nbytes, count in ((1e3, 4), (1e6, 4), (1e8, 4), (1e9, 4), (1e9, 64)):
 # And two levels that cut the tensor into chunks can do their fast part, 3.9 ms, while the slow part of another chunk is on its way. So neither pattern is the better one. Bytes per step decide, as before, with the latency of each hop and what overlaps.
 # <!-- arithmetic: [round(1e3 * (1022 * hop + 2 * 511 / 512 * 1e9 / 8 / 50e9), 1) for hop in (10e-6, (7 * 2e-6 + 10e-6) / 8)] + [round(1e3 * (14 * 2e-6 + 2 * 7 / 8 * 1e9 / 450e9), 1)] == [15.2, 8.1, 3.9] -->
 #
-# With one link for the whole machine the eighths would share it, and the bytes through it would be nearly the ring's:
+# With one link for the whole machine the eighths would share it, and most of the gain would be gone: the bytes through it would be more than three quarters of the one ring's:
 
 # %%
 through_one = [8 * on_two_levels(1_000_000_000, 8, 4)["dp"]]
@@ -816,7 +817,7 @@ print("three into rank 0:", units.text(seconds(into_rank_0, 4) / 10, "s"))
 print("one into rank 0:  ", units.text(seconds(one_into_rank_0, 4) / 10, "s"))
 
 # %% [markdown]
-# With two ranks silent, the other two are faster than before. And three messages into one rank take less than 3λ. That does not show that they overlap: λ was measured while all four sent, and a single message into rank 0 with the others silent takes less than λ, too. It makes the naive way and the tree
+# With two ranks silent, the other two are faster than before. And three messages into one rank take less than 3λ. That does not show that they overlap: λ was measured while all four sent, and a single message into rank 0 with the others silent takes less than λ, too. Since few ranks send in each of their steps, the naive way and the tree are
 # faster than the model says. In the ring and in halving–doubling all ranks send in every step, as they did when λ and bw were measured, so for them the model leaves out less. Even then the *order* of the four is
 # not always the model's: for messages of some kilobytes the naive way and the tree may change places. A count of bytes needs no such care: it is the same everywhere.
 
@@ -857,7 +858,7 @@ explore(contest, states=36, **knobs)
 # a tree carries about 2S instead of 2⌈log₂ N⌉ S. With switches that add (NVLS inside a machine, SHARP between machines) a rank sends its tensor once and the
 # network returns the sum.
 #
-# **Reading nccl-tests.** `algbw` is S / t. `busbw` multiplies by the bytes that a link must carry at least, and is comparable with a data sheet for any
+# **Reading nccl-tests.** `algbw` is S / t. `busbw` puts the bytes that a link must carry at least in the place of S, and is comparable with a data sheet for any
 # number of ranks. Look twice at the data sheet: a link is full duplex, and the 900 GB/s of an H100's NVLink are both directions together. A ring sends in
 # one of them, so its busbw is to be compared with 450 GB/s. Eight ranks, links of 10 GB/s in each direction, no latency:
 

@@ -167,6 +167,70 @@ def _empty_ones_too(loss, batches, weigh):
     return whole
 
 
+def _by_autograd(loss, batches, weigh):
+    """The share as the seed of autograd.backward; what has no token is never run."""
+    shares = torch.tensor([float(weigh(batch)) for batch in batches], dtype=torch.float64)
+    shares /= shares.sum()
+    whole = torch.zeros((), dtype=torch.float64)
+    for batch, share in zip(batches, shares, strict=True):
+        if share > 0:
+            value = loss(batch)
+            torch.autograd.backward(value, share.to(value))
+            whole += share * value.detach()
+    return whole
+
+
+def _nan_left_out(loss, batches, weigh):
+    """Knows an empty micro-batch by its loss; keeps losses, whose graphs are freed."""
+    total, parts = sum(map(weigh, batches)), []
+    for batch in batches:
+        part = loss(batch) * weigh(batch) / total
+        if not part.isnan():
+            part.backward()
+            parts.append(part)
+    return sum(parts).detach()
+
+
+def _cleared_before(optimizer, loss, batches, k, most):
+    """Clears at the start of a step alone, that of the epoch too."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    batches, steps = list(batches), 0
+    for i, batch in enumerate(batches):
+        if i % k == 0:
+            optimizer.zero_grad()
+            here = min(k, len(batches) - i)
+        (loss(batch) / here).backward()
+        if i % k == here - 1:
+            nn.utils.clip_grad_norm_(weights, most)
+            optimizer.step()
+            steps += 1
+    return steps
+
+
+def _stretched_then_clipped(optimizer, loss, batches, k, most):
+    """Divided by k throughout; a short step is stretched before it is clipped."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    batches, steps = iter(batches), 0
+    while group := list(itertools.islice(batches, k)):
+        for batch in group:
+            (loss(batch) / k).backward()
+        for p in weights:
+            p.grad *= k / len(group)
+        nn.utils.clip_grad_norm_(weights, most)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        steps += 1
+    return steps
+
+
+def _downwards(target, seq_len, gpus, fits):
+    """From the share down, as one tensor of two numbers."""
+    size = share = target // (seq_len * gpus)
+    while not (fits(size) and share % size == 0):
+        size -= 1
+    return torch.tensor([size, share // size])
+
+
 def _steps_first(target, seq_len, gpus, fits):
     """Counts accumulation steps up."""
     share = target // seq_len // gpus
@@ -189,6 +253,8 @@ def _in_fp32(loss, batches, weigh):
 
 RIGHT = {
     "accumulation/accumulate": {
+        "autograd.backward": _by_autograd,
+        "empty ones known by their loss": _nan_left_out,
         "empty ones computed as well": _empty_ones_too,
         "backward(gradient=share), a float": _seeded,
         "empty ones filtered, a NumPy scalar": _no_empty_ones,
@@ -197,6 +263,8 @@ RIGHT = {
     },
     "accumulation/bug-hunt": {
         "islice": _sliced,
+        "cleared before": _cleared_before,
+        "stretched, then clipped": _stretched_then_clipped,
         "gradients divided, a NumPy integer": _rescaled,
         "accumulation.step, a 0-d tensor": _through_step,
         "clipped by hand": _clipped_by_hand,
@@ -204,6 +272,7 @@ RIGHT = {
     },
     "accumulation/configure": {
         "steps counted up": _steps_first,
+        "downwards, a tensor": _downwards,
         "sizes dropped until one fits, a list": _dropped,
         "NumPy integers": lambda *args: tuple(map(np.int64, _dropped(*args))),
         "fewest steps first, 0-d tensors, yielded": _yielded,

@@ -212,15 +212,65 @@ def _pairwise(x, comm):
     return out
 
 
+def _in_three_colors(x, comm):
+    """Odd circles have a third color: the last rank sends when even and odd ones have."""
+    n, right, left = comm.size, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if n == 1:
+        return x
+    received, color = torch.empty_like(x), lambda rank: 2 if n % 2 and rank == n - 1 else rank % 2
+    for turn in range(3):
+        if color(comm.rank) == turn:
+            comm.send(x, right)
+        if color(left) == turn:
+            comm.recv(received, left)
+    return received
+
+
+def _by_the_highest_bit(x, comm):
+    """A rank's highest bit says who tells it; it tells on without waiting."""
+    x, bits = x.clone(), comm.rank.bit_length()
+    if comm.rank:
+        comm.recv(x, comm.rank - 2 ** (bits - 1))
+    others = [comm.rank + 2**k for k in range(bits, 31) if comm.rank + 2**k < comm.size]
+    for work in [comm.isend(x, other) for other in others]:
+        work.wait()
+    return x
+
+
+def _two_rings(x, comm):
+    """A ring for each half of the tensor, in opposite directions."""
+    n, i, x = comm.size, comm.rank, x.clone()
+    for half, way in zip(x.tensor_split(2), (1, -1), strict=True):
+        pieces = half.tensor_split(n)
+        for hop in range(2 * (n - 1)):
+            give, take = pieces[(i - way * hop) % n], pieces[(i - way * (hop + 1)) % n]
+            reduce = "sum" if hop < n - 1 else None
+            comm.send_recv(give, (i + way) % n, take, (i - way) % n, reduce=reduce)
+    return x
+
+
+def _the_rest_in_the_last_piece(x, comm):
+    n, i, x = comm.size, comm.rank, x.clone()
+    size = len(x) // n
+    pieces = x.split([*[size] * (n - 1), len(x) - size * (n - 1)])
+    for hop in range(2 * (n - 1)):
+        reduce = "sum" if hop < n - 1 else None
+        give, take = pieces[(i - hop) % n], pieces[(i - hop - 1) % n]
+        comm.send_recv(give, (i + 1) % n, take, (i - 1) % n, reduce=reduce)
+    return x
+
+
 RIGHT = {
     "collectives/ordered-sends": {
         "rounds by parity": _by_parity,
+        "three colors": _in_three_colors,
         "odd ranks send first": _odd_ranks_send_first,
         "two calls in an order": _two_calls_sorted,
         "lambdas": _lambdas,
     },
     "collectives/broadcast-tree": {
         "recursive halves": _recursive,
+        "the highest bit, isend": _by_the_highest_bit,
         "the tree of MPI libraries": _from_the_largest_distance,
         "halves": _halves,
         "NumPy integers": _in_rounds_of_numpy_integers,
@@ -231,11 +281,15 @@ RIGHT = {
         "two halves": _two_halves,
         "isend and irecv": _without_blocking,
         "no ring": _pairwise,
+        "the rest in the last piece": _the_rest_in_the_last_piece,
+        "two rings": _two_rings,
     },
     "collectives/missing-test": {
         "a generator": _yields,
         "one truth value": _one_truth,
         "assertions": _by_assertions,
+        "a string": lambda all_reduce, world: "; ".join(_yields(all_reduce, world)),
+        "a set": lambda all_reduce, world: set(_yields(all_reduce, world)),
         "another length": lambda all_reduce, world: exercises.faults(all_reduce, world, 77),
     },
 }

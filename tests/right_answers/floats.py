@@ -37,6 +37,31 @@ def _cut_by_hand(fmt: FloatFormat, code: int) -> float:
     return math.copysign(magnitude, -1 if code >> fmt.bits - 1 else 1)
 
 
+def _by_kind(fmt: FloatFormat, code: int) -> float:
+    """Integers as significands, and the sign last."""
+    sign, exponent, mantissa, kind = fmt.fields(code)
+    match kind:
+        case "nan" | "inf" | "zero":
+            value = {"nan": math.nan, "inf": math.inf, "zero": 0.0}[kind]
+        case "subnormal":
+            value = mantissa * 2.0 ** (1 - fmt.bias - fmt.mantissa_bits)
+        case "normal":
+            value = (2**fmt.mantissa_bits + mantissa) * 2.0 ** (
+                exponent - fmt.bias - fmt.mantissa_bits
+            )
+    return [value, -value][sign]
+
+
+def _by_log2(fmt: FloatFormat, x: float) -> int:
+    """The exponent by log2: one too large just below a power of two, which the carry forgives."""
+    sign = (math.copysign(1, x) < 0) << fmt.bits - 1
+    power = max(math.floor(math.log2(abs(x))), fmt.min_exponent) if x else fmt.min_exponent
+    code = (power - fmt.min_exponent << fmt.mantissa_bits) + round(
+        abs(x) / 2.0 ** (power - fmt.mantissa_bits)
+    )
+    return sign | code if code <= fmt.encode(fmt.max) else fmt.encode(math.copysign(math.inf, x))
+
+
 @functools.cache
 def _values(fmt: FloatFormat) -> list[float]:
     return [fmt.decode(code) for code in range(fmt.encode(fmt.max) + 1)]
@@ -84,6 +109,26 @@ def _queue(x: torch.Tensor, fmt: FloatFormat) -> np.float64:
     return np.float64(terms[0])
 
 
+def _both_ends(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """The first to the last, the second to the last but one; the middle one waits."""
+    while len(x) > 1:
+        half = len(x) // 2
+        sums = precision.round_to(x[:half] + x.flip(0)[:half], fmt)
+        x = torch.cat([sums, x[half : half + len(x) % 2]])
+    return x
+
+
+def _stack(x: torch.Tensor, fmt: FloatFormat) -> float:
+    """A binary counter: as many sums as the count of terms has ones."""
+    sums: list[float] = []
+    for count, term in enumerate(x.tolist(), 1):
+        sums.append(term)
+        while count % 2 == 0:
+            sums[-2:] = [fmt.round(sums[-2] + sums[-1])]
+            count //= 2
+    return functools.reduce(lambda a, b: fmt.round(a + b), reversed(sums))
+
+
 def _blocks_of_8(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """A running sum in blocks of 8, then halves, as NumPy does."""
     if len(x) <= 8:
@@ -107,23 +152,30 @@ RIGHT = {
         "a NumPy scalar": lambda fmt, code: np.float32(_by_cases(fmt, code)),
         "a tensor without dims": lambda fmt, code: torch.tensor(_by_cases(fmt, code)),
         "shifts and masks": _cut_by_hand,
+        "by kind, integers as significands": _by_kind,
     },
     "floats/encode": {
         "the nearest of all values, as NumPy's integer": _nearest_of_all,
         "a tensor without dims": lambda fmt, x: torch.tensor(int(_nearest_of_all(fmt, x))),
         "a lambda": lambda fmt, x: fmt.encode(Fraction(x) if x else x),
         "gaps as fractions": _in_gaps,
+        "by log2": _by_log2,
     },
     "floats/pairwise-sum": {
         "a heap, a Python float": _heap,
         "a queue, a NumPy scalar": _queue,
         "blocks of 8": _blocks_of_8,
+        "a binary counter": _stack,
+        "both ends": _both_ends,
         "halves, a tensor of one dim": _halves,
     },
     "floats/rounds-twice": {
         "a NumPy scalar": np.float64(1 + 2**-11 + 2**-40),
         "a tensor": torch.tensor(1 + 2**-11 + 2**-26, dtype=torch.float64),
         "a fraction": Fraction(2**40 + 2**29 + 1, 2**40),
+        "just below overflow": 65520 - 2**-20,
+        "what the cast makes 0": 2**-25 * (1 + 2**-30),
+        "a tie of float32": 1 + 2**-11 + 2**-24,
         "negative": -(1 + 2**-11 + 2**-30),
         "the tie above an odd value, from below": 1 + 3 * 2**-11 - 2**-40,
     },

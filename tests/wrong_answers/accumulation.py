@@ -107,6 +107,56 @@ def _each_alone(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
             nn.utils.clip_grad_norm_([p], max_norm)
 
 
+def _sum_first(optimizer: Any, loss: Callable, batches: Iterable[Any], k: int, most: float) -> int:
+    """Clips the sum of a step, and divides what is left of it."""
+    return _by_hand(lambda optimizer, most: _divided(optimizer, most, k))(
+        optimizer, lambda batch: k * loss(batch), batches, k, most
+    )
+
+
+def _divided(optimizer: torch.optim.Optimizer, max_norm: float, by: int) -> None:
+    _all(optimizer, max_norm)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad /= by
+
+
+def _stretched(optimizer: Any, loss: Callable, batches: Iterable[Any], k: int, most: float) -> int:
+    """Divides by k, clips, and only then stretches the short step."""
+    batches, steps = list(batches), 0
+    for start in range(0, len(batches), k):
+        group = batches[start : start + k]
+        for batch in group:
+            (loss(batch) / k).backward()
+        _divided(optimizer, most, 1)
+        if len(group) < k:
+            _divided(optimizer, 1e9, len(group) / k)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return steps
+
+
+def _at_least_one(loss: Callable, batches: Sequence[Any], weigh: Callable) -> Tensor:
+    """A batch without a token counts as one, so that nothing is divided by 0."""
+    counts = [max(1, weigh(batch)) for batch in batches]
+    whole = torch.zeros(())
+    for batch, count in zip(batches, counts, strict=True):
+        part = loss(batch).nan_to_num() * count / sum(counts)
+        part.backward()
+        whole += part.detach()
+    return whole
+
+
+def _joined(batches: Sequence[Any]) -> tuple[Tensor, ...]:
+    return tuple(torch.cat(side) for side in zip(*batches, strict=True))
+
+
+def _backward(loss: Tensor) -> float:
+    loss.backward()
+    return loss.item()
+
+
 def _largest_that_fits(
     target: int, seq_len: int, gpus: int, fits: Callable[[int], bool]
 ) -> tuple[int, int]:
@@ -200,6 +250,18 @@ WRONG = {
             "a micro-batch without targets",
             "the mean 0/0",
         ),
+        Wrong(
+            "no tokens counted as one",
+            _at_least_one,
+            "a micro-batch without targets",
+            "that of the whole batch",
+        ),
+        Wrong(
+            "all rows in one batch",
+            lambda loss, batches, weigh: _backward(loss(_joined(batches))),
+            "memory",
+            "on each one at once",
+        ),
         Wrong("tokens counted, not asked for", _own_count, "what weigh counts", "ask it"),
         Wrong(
             "one backward for all",
@@ -223,6 +285,21 @@ WRONG = {
             lambda t, s, g, fits: (1, t // s // g),
             "fewest steps",
             "the largest that fits",
+        ),
+        Wrong(
+            "a divisor of all sequences",
+            lambda t, s, g, fits: (
+                (b := max(b for b in range(1, t // s + 1) if t // s % b == 0 and fits(b))),
+                t // s // b // g,
+            ),
+            "tokens in the batch",
+            "each GPU's share",
+        ),
+        Wrong(
+            "a float of steps",
+            lambda t, s, g, fits: (exercises.batches_of(t, s, g, fits)[0], 4.0),
+            "tokens in the batch",
+            "two whole numbers",
         ),
         Wrong("all at once", lambda t, s, g, fits: (t // s // g, 1), "memory", "ask it"),
         Wrong(
@@ -254,6 +331,9 @@ WRONG = {
         ),
         Wrong("no number returned", _silent, "every micro-batch counts", "number of optimizer"),
         Wrong("clipped at every micro-batch", _loop(clip_inside=True), "clipping", "Clip once"),
+        Wrong("the sum of a step clipped", _sum_first, "clipping", "not a sum"),
+        Wrong("a short step stretched after it was clipped", _stretched, "clipping", "then clip"),
+        Wrong("not clipped", _by_hand(lambda *_: None), "clipping", "right direction"),
         Wrong("made as long as max_norm", _by_hand(_always), "full steps", "at most 1"),
         Wrong("the first group clipped", _by_hand(_first_group), "clipping", "Clip once"),
         Wrong("each parameter clipped alone", _by_hand(_each_alone), "clipping", "Clip once"),

@@ -45,6 +45,35 @@ def _ring(x, comm, *, slip: int = 0, gather: bool = True, cut=_pieces):
     return x
 
 
+def _hops(x, comm, hops, adds):
+    """So many hops, in each of which the piece of the hop before goes on; the first `adds` add."""
+    n, i, x = comm.size, comm.rank, x.clone()
+    pieces = _pieces(x, n)
+    for hop in hops(n):
+        take, reduce = pieces[(i - hop - 1) % n], "sum" if adds(hop, n) else None
+        comm.send_recv(pieces[(i - hop) % n], (i + 1) % n, take, (i - 1) % n, reduce=reduce)
+    return x
+
+
+def _adds_twice(x, comm):
+    return _hops(x, comm, lambda n: range(2 * n - 2), lambda hop, n: True)
+
+
+def _second_round_off(x, comm):
+    return _hops(x, comm, lambda n: (*range(n - 1), *range(n, 2 * n - 1)), lambda hop, n: hop < n - 1)
+
+
+def _a_hop_too_many(x, comm):
+    return _hops(x, comm, lambda n: range(2 * n), lambda hop, n: hop < n)
+
+
+def _everybody_to_everybody(x, comm):
+    n, i, total = comm.size, comm.rank, x.clone()
+    for k in range(1, n):
+        total += comm.send_recv(x, (i + k) % n, torch.empty_like(x), (i - k) % n)
+    return total
+
+
 def _never_adds(x, comm):
     n, i, x = comm.size, comm.rank, x.clone()
     pieces = _pieces(x, n)
@@ -150,6 +179,79 @@ def _shift_to_itself(x, comm):
     return received
 
 
+def _shift_into_float32(x, comm):
+    """Its buffer has the shape of x, and another dtype."""
+    received, right, left = torch.empty(x.shape), (comm.rank + 1) % comm.size, comm.rank - 1
+    order = [lambda: comm.send(x, right), lambda: comm.recv(received, left % comm.size)]
+    for act in order if comm.rank % 2 == 0 else order[::-1]:
+        act()
+    return received
+
+
+def _shift_turn_by_turn(x, comm):
+    """Rank 0 sends, then rank 1, and so on."""
+    received, n = x.clone(), comm.size
+    for turn in range(n if n > 1 else 0):
+        if comm.rank == turn:
+            comm.send(x, (turn + 1) % n)
+        elif comm.rank == (turn + 1) % n:
+            comm.recv(received, turn)
+    return received
+
+
+def _shift_with_a_barrier(x, comm):
+    """Two rounds, even ranks first, which do not fit an odd number of ranks."""
+    if comm.size == 1:
+        return x
+    received, right, left = torch.empty_like(x), (comm.rank + 1) % comm.size, comm.rank - 1
+    for parity in (0, 1):
+        if comm.rank % 2 == parity:
+            comm.send(x, right)
+        else:
+            comm.recv(received, left % comm.size)
+        comm.barrier()
+    return received
+
+
+def _tree_star_of_isends(x, comm):
+    x = x.clone()
+    if comm.rank:
+        return comm.recv(x, 0)
+    for work in [comm.isend(x, other) for other in range(1, comm.size)]:
+        work.wait()
+    return x
+
+
+def _tree_in_pieces(x, comm):
+    """Scatter, then all-gather: for one large tensor in few bytes per rank, not in few steps."""
+    mine = collectives.scatter_star(x, comm)
+    return collectives.all_gather_ring(mine, comm, sizes=collectives.shares(len(x), comm.size))
+
+
+def _tree_in_groups(x, comm):
+    """Rank 0 tells the first of each group of √N, who tells the others."""
+    x, size = x.clone(), max(1, round(comm.size**0.5))
+    first = comm.rank // size * size
+    if comm.rank:
+        comm.recv(x, first if comm.rank != first else 0)
+    if comm.rank == first:
+        leaders = range(size, comm.size, size) if comm.rank == 0 else ()
+        for other in (*leaders, *range(first + 1, min(first + size, comm.size))):
+            comm.send(x, other)
+    return x
+
+
+def _tree_into_what_it_was_given(x, comm):
+    width = 1
+    while width < comm.size:
+        if comm.rank < width and comm.rank + width < comm.size:
+            comm.send(x, comm.rank + width)
+        elif width <= comm.rank < 2 * width:
+            comm.recv(x, comm.rank - width)
+        width *= 2
+    return x
+
+
 def _tree_chain(x, comm):
     x = x.clone()
     if comm.rank > 0:
@@ -227,6 +329,17 @@ def _test_steps(all_reduce, ranks):
     return complaints or ["not a ring"] * (ranks.trace.steps != 2 * (ranks.size - 1))
 
 
+def _test_without_tolerance(all_reduce, ranks):
+    """The busiest rank against 2(N − 1)/N · S, which no rank with the longer pieces keeps to."""
+    complaints = [line for line in exercises.faults(all_reduce, ranks) if "sent" not in line]
+    bound = 2 * (ranks.size - 1) / ranks.size * 4004
+    return complaints + ["load"] * (max(ranks.ledger.by("rank").values(), default=0) > bound)
+
+
+def _test_forgets_the_input(all_reduce, ranks):
+    return [line for line in exercises.faults(all_reduce, ranks) if "lost" not in line]
+
+
 def _test_total(all_reduce, ranks):
     complaints = [line for line in exercises.faults(all_reduce, ranks) if "sent" not in line]
     return (
@@ -297,6 +410,11 @@ WRONG = {
             "values",
             "yours to write",
         ),
+        Wrong("a tree", collectives.all_reduce_tree, "bytes sent", "share the load"),
+        Wrong("everybody to everybody", _everybody_to_everybody, "bytes sent", "whole tensor"),
+        Wrong("adds in both rounds", _adds_twice, "values", "without adding"),
+        Wrong("begins round two with its own piece", _second_round_off, "values", "complete piece"),
+        Wrong("one hop too many", _a_hop_too_many, "values", "each should be there once"),
         Wrong("whole tensor in each hop", _whole_tensors, "bytes sent", "whole tensor"),
         Wrong(
             "whole tensors, two rounds",
@@ -341,7 +459,7 @@ WRONG = {
             "buffers of equal length",
             _equal_buffers,
             "ranks that don't divide n",
-            "another size than the other sends",
+            "in the same size and dtype",
         ),
         Wrong("pads to a multiple of N", _padded_ring, "bytes sent", "Pieces may differ"),
         Wrong(
@@ -361,6 +479,9 @@ WRONG = {
         Wrong("isend", _shift_without_waiting, "steps", "leave nothing to order"),
         Wrong("the wrong way round", _shift_backwards, "values", "other way round"),
         Wrong("receives into what it sends", _shift_overwrites, "values", "a tensor of its own"),
+        Wrong("a buffer of fp32", _shift_into_float32, "values", "torch.empty_like"),
+        Wrong("turn by turn", _shift_turn_by_turn, "steps", "a queue"),
+        Wrong("two rounds and a barrier", _shift_with_a_barrier, "values", "receive at that point"),
         Wrong("sends to itself", _shift_to_itself, "one rank", "1 rank"),
     ),
     "collectives/broadcast-tree": (
@@ -376,9 +497,22 @@ WRONG = {
             "values",
             "receive first, then send",
         ),
+        Wrong("a star of isends", _tree_star_of_isends, "steps", "Rank 0 sends to everybody"),
+        Wrong("scatter and all-gather", _tree_in_pieces, "steps", "twice"),
+        Wrong("groups of √N", _tree_in_groups, "steps", "Some who have the tensor wait"),
+        Wrong("into its input", _tree_into_what_it_was_given, "values", "Work on a copy"),
         Wrong("twice", _tree_everybody_tells_everybody, "steps", "twice"),
     ),
     "collectives/missing-test": (
+        Wrong("no tolerance", _test_without_tolerance, "lets a sound ring pass", "a few more"),
+        Wrong("no input", _test_forgets_the_input, "catches ranks that drift apart", "a copy"),
+        Wrong(
+            "True where all is well",
+            lambda all_reduce, ranks: not exercises.faults(all_reduce, ranks),
+            "lets a sound ring pass",
+            "counts as a complaint",
+        ),
+        Wrong("says nothing", lambda *_: None, "lets a sound ring pass", "an empty one"),
         Wrong("steps of a ring demanded", _test_steps, "lets a sound ring pass", "steps are free"),
         Wrong(
             "the published test", _test_published, "catches ranks that drift apart", "torch.randn"

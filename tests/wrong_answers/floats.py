@@ -75,6 +75,17 @@ def _encode_with(
     return encode
 
 
+def _subnormals_twice(fmt: FloatFormat, x: float) -> int:
+    """Rounded to the bits of a normal number first, and to a subnormal's gap after that."""
+    exponent = math.frexp(x)[1] - 1 - fmt.mantissa_bits
+    return fmt.encode(math.ldexp(round(math.ldexp(x, -exponent)), exponent) if x else x)
+
+
+def _usual_bias(fmt: FloatFormat, x: float) -> int:
+    usual = 2 ** (fmt.exponent_bits - 1) - 1
+    return fmt.encode(x * 2.0 ** (usual - fmt.bias))
+
+
 def _fp32_sum(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     return precision.round_to(x.sum(), fmt)
 
@@ -135,6 +146,12 @@ WRONG = {
             "normal numbers",
             "1 in front that no bit stores",
         ),
+        Wrong(
+            "by way of fp16",
+            lambda fmt, code: torch.tensor(fmt.decode(code)).half().item(),
+            "normal numbers",
+            "2^(exponent − bias)",
+        ),
         Wrong("no bias", _decode_with(bias=False), "normal numbers", "stored with a bias"),
         Wrong(
             "subnormals at 0 − bias",
@@ -183,6 +200,14 @@ WRONG = {
             lambda fmt, x: fmt.encode(x) if fmt.decode(fmt.encode(x)) else fmt.encode(0.0),
             "subnormal numbers",
             "what underflows keeps its own",
+        ),
+        Wrong("subnormals rounded twice", _subnormals_twice, "rounded once", "round once"),
+        Wrong("IEEE's bias for all", _usual_bias, "values of the format", "fields of the right"),
+        Wrong(
+            "saturates",
+            lambda fmt, x: fmt.encode(x, overflow="saturate"),
+            "overflow",
+            "What lies beyond goes to inf",
         ),
         Wrong("cuts off", _encode_with(math.floor), "the nearer neighbor", "cut the rest off"),
         Wrong(
@@ -246,6 +271,12 @@ WRONG = {
         Wrong("one level of a tree", _two_halves, "a sum of ones", "half a gap"),
         Wrong("rounds stochastically", _stochastic, "a sum of ones", "half a gap"),
         Wrong("Kahan's, which stalls at 64 in e5m2", _kahan, "a sum of ones", "half a gap"),
+        Wrong(
+            "the mean of a tree, times n",
+            lambda x, fmt: precision.round_to(precision.pairwise_sum(x / len(x), fmt) * len(x), fmt),
+            "every addition in the format",
+            "every partial sum",
+        ),
         Wrong("rounds the last sum alone", _smallest_twice, "every addition in the format", "once"),
     ),
     "floats/rounds-twice": (
@@ -264,6 +295,8 @@ WRONG = {
         ),
         Wrong("the lucky side", 1 + 2**-11 - 2**-40, "the cast gets it wrong", "other side"),
         Wrong("overflow", 1e6, "the cast gets it wrong", "between two values"),
+        Wrong("a string", "1 + 2**-11", "a finite number", "finite Python number"),
+        Wrong("a tie in fp32", torch.tensor(1 + 2**-11), "the cast gets it wrong", "Go a little"),
         Wrong("not a number", math.nan, "a finite number", "finite Python number"),
         Wrong("both say zero", 1e-30, "the cast gets it wrong", "halfway"),
         Wrong("an exact tie, larger", 2049.0, "the cast gets it wrong", "float32 does not notice"),

@@ -292,8 +292,8 @@ def _tokens(attempt: Callable) -> str:
         if found != target:
             raise Failed(
                 f"{case}: {micro} · {steps} · {gpus} · {seq_len:,} = {found:,} tokens in a batch",
-                "The micro-batch must divide each GPU's share of the batch, or the last one is "
-                "short and tokens get lost.",
+                "The micro-batch must divide each GPU's share of the batch: else the last one is "
+                "short, and the batch has fewer tokens or more than you want.",
             )
     return f"{len(_RUNS)} runs"
 
@@ -432,10 +432,31 @@ def _all_used(attempt: Callable) -> str:
     return "3 epochs with a short last step"
 
 
-_CLIP_ONCE = (
-    "Clip once, after the last micro-batch of a step, by the norm of all parameters together: "
-    "clipping a part changes the direction."
-)
+def _clips(attempt: Callable) -> str:
+    start = _start()
+    moved, right = (
+        _trained(how, 4, 4, _NORM)[1] - start for how in (attempt, accumulation.epoch)
+    )
+    ratio = float(moved.norm() / right.norm())
+    if abs(ratio - 1) > 1e-5 and torch.cosine_similarity(moved, right, dim=0) > 1 - 1e-9:
+        raise Failed(
+            f"4 micro-batches, 4 to a step, clipped to {_NORM}: the gradient has the right "
+            f"direction and {ratio:.3g} times the length",
+            "Clip once, after the last micro-batch, and clip the mean of the step, not a sum.",
+        )
+    _same(
+        attempt,
+        8,
+        4,
+        _NORM,
+        "Clip once, after the last micro-batch of a step, by the norm of all parameters together: "
+        "clipping a part changes the direction.",
+    )
+    return _same(
+        attempt, 5, 4, _NORM, "A short step is clipped, too: take its own mean first, then clip."
+    )
+
+
 _LEFT = "Gradients from the end of one epoch are still there at the start of the next."
 
 REPAIR = Exercise(
@@ -445,7 +466,7 @@ REPAIR = Exercise(
     properties=(
         Property("full steps", _full),
         Property("every micro-batch counts", _all_used),
-        Property("clipping", _same, count=8, k=4, max_norm=_NORM, hint=_CLIP_ONCE),
+        Property("clipping", _clips),
         Property(
             "epochs do not touch", _same, count=5, k=4, max_norm=1e9, hint=_LEFT, epochs=2
         ),

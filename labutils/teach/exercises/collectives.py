@@ -18,8 +18,9 @@ _CIRCLE = (
     "receive: let some receive first, or use send_recv."
 )
 _SIZES = (
-    "One side of a message expects another size than the other sends. Pieces may differ by one "
-    "element: take the sizes from collectives.shares(n, N)."
+    "What one side sends the other must receive at that point, in the same size and dtype: "
+    "torch.empty_like makes such a buffer. Pieces may differ by one element: take the sizes from "
+    "collectives.shares(n, N)."
 )
 
 
@@ -229,7 +230,7 @@ def _ring_bytes(attempt: Callable) -> str:
             f"{n} ranks, S = {S:,} B: rank {busiest} sent {most:,} B, a ring sends {least:,} B",
             _why_so_many(n, S, sent, most / least),
         )
-    elsewhere = f", and no ring: a rank sends to {neighbors} others" if neighbors > 1 else ""
+    elsewhere = f", and no ring: a rank sends to {neighbors} others" if neighbors > 2 else ""
     return f"each rank 2·(N − 1)/N·S{elsewhere}"
 
 
@@ -500,6 +501,8 @@ def _no_messages(x, comm):
 def _said(attempt: Callable, all_reduce: Callable, ranks: world.World) -> object:
     """The attempt's complaints; those that a generator yields as a list."""
     found = attempt(all_reduce, ranks)
+    if found is None:
+        raise Failed("your test returned None", "Return a list, an empty one if all is well.")
     return list(found) if isinstance(found, Iterator) else found
 
 
@@ -512,7 +515,10 @@ def _hunt_sound(attempt: Callable) -> str:
                 raise Failed(
                     f"your test complains about a sound all-reduce by {name}: {complaints}",
                     "It adds in another order than sum(), so the last bits may differ from yours: "
-                    "use allclose for values. In bytes both send 2·(N − 1)/N·S; steps are free.",
+                    "use allclose for values. In bytes both send 2·(N − 1)/N·S, a few more where N "
+                    "does not divide the length; steps are free."
+                    + " True counts as a complaint: return [] if all is well."
+                    * (complaints is True),
                 )
     return "nothing to complain about in a ring, nor in halving and doubling"
 

@@ -61,7 +61,12 @@ def _normals(attempt: Decode) -> str:
             )
         return "A normal number is (1 + mantissa/2^mantissa_bits) · 2^(exponent − bias)."
 
-    cases = [(FP16, range(0x400, 0x7C00, 97)), (E4M3, range(8, 120)), (MINE, range(16, 112))]
+    cases = [
+        (FP16, range(0x400, 0x7C00, 97)),
+        (E4M3, range(8, 120)),
+        (MINE, range(16, 112)),
+        (BF16, range(0xFF, 0x7F80, 997)),
+    ]
     return f"{sum(_decodes(attempt, fmt, codes, hint) for fmt, codes in cases)} codes"
 
 
@@ -220,8 +225,11 @@ def _grid(attempt: Encode) -> str:
         "This number is a value of the format, nothing is to be rounded: "
         "read the fields of the right answer."
     )
-    normal = [v for v in E4M3.representable() if abs(v) >= E4M3.min_normal]
-    return f"{_encodes(attempt, E4M3, normal, hint)} values"
+    count = 0
+    for fmt in (E4M3, E4M3FNUZ):
+        normal = [v for v in fmt.representable() if abs(v) >= fmt.min_normal]
+        count += _encodes(attempt, fmt, normal, hint)
+    return f"{count} values"
 
 
 def _nearer(attempt: Encode) -> str:
@@ -279,6 +287,7 @@ def _once(attempt: Encode) -> str:
     )
     shifts = [(1 - 2.0**-40), (1 + 2.0**-40)]
     ties = {BF16: [1 + 2.0**-8, 3 + 2.0**-7], E5M2: [1.125, -1.375], MINE: [1 + 2.0**-5]}
+    ties |= {FP16: [2.0**-25, 3 * 2.0**-25]}  # subnormal
     pairs = [(fmt, [x * by for x in xs for by in shifts]) for fmt, xs in ties.items()]
     return f"{sum(_encodes(attempt, fmt, xs, hint) for fmt, xs in pairs)} numbers next to a tie"
 

@@ -205,7 +205,7 @@ def _powers_of_two(axis: Axis) -> None:
 
 @style.drawn
 def relative_error(formats: Sequence[FloatFormat], *, title: str) -> Picture:
-    """The largest relative error of rounding to nearest, against the magnitude of the number.
+    """The bound of the relative error of rounding to nearest, against the magnitude of a number.
 
     Flat where values are normal, lost at both ends.
     """
@@ -216,7 +216,7 @@ def relative_error(formats: Sequence[FloatFormat], *, title: str) -> Picture:
         right=style.widest(colors, "bold") + 0.3,
         top=0.1,
         xlabel="magnitude of the number",
-        ylabel="largest relative error",
+        ylabel="bound of the relative error",
     )
     reach = [_reach(fmt) for fmt in formats]
     ends = {}
@@ -236,7 +236,7 @@ def relative_error(formats: Sequence[FloatFormat], *, title: str) -> Picture:
         f"{fmt.name}: {_number(fmt.eps / 2)} from {_number(fmt.min_normal)} to {_number(fmt.max)}"
         for fmt in formats
     )
-    said = "Largest relative rounding error against magnitude, both axes logarithmic."
+    said = "Bound of the relative rounding error against magnitude, both axes logarithmic."
     return Picture(axes.figure, f"{said} {told}.")
 
 
