@@ -1,7 +1,9 @@
 """Right answers to labs 10, 13a, 13b and 15a by another hand that had not written them."""
 
+from collections import deque
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from wrong_answers import unseen_splits as ways
@@ -59,6 +61,51 @@ def _hooked_leaves(x, norm, up, down, comm):
     return x + scatter_to(y, comm) + down.bias
 
 
+# ── 13a ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _backward_then_forward(rank, p, m):
+    """p − i forwards; then each backward lets one more in."""
+    yield from (("F", k) for k in range(min(p - rank, m)))
+    for k in range(m):
+        yield "B", k
+        if k + p - rank < m:
+            yield "F", k + p - rank
+
+
+def _one_line(rank, p, m):
+    return " ".join(ways.order(rank, p, m))
+
+
+def _counted_again(ops, nbytes):
+    """At each place the forwards before it, less what has let go."""
+    last = max({op.kind for op in ops} - {"F"})  # "W" where there is one
+
+    def held(place):
+        kinds = [(op.kind, op.stage) for op in ops[:place]]
+        return sum(nbytes[at] * (("F" == kind) - (kind == last)) for kind, at in kinds)
+
+    return max(map(held, range(1, len(ops) + 1)))
+
+
+def _with_numpy(ops, nbytes):
+    sign = {"F": 1, "W": -1, "B": 0 if any(op.kind == "W" for op in ops) else -1}
+    return np.cumsum([sign[op.kind] * nbytes[op.stage] for op in ops]).max()
+
+
+def _two_queues(rank, p, m, chunks):
+    """Forwards run while fewer than the warm-up are ahead, by deques of jobs."""
+    places = [(c, r + k) for r in range(0, m, p) for c in range(chunks) for k in range(p)]
+    ahead = deque(f"F{k}@{rank + c * p}" for c, k in places)
+    back = deque(f"B{k}@{rank + (chunks - 1 - c) * p}" for c, k in places)
+    for _ in range(min(2 * (p - 1 - rank) + (chunks - 1) * p, len(places))):
+        yield ahead.popleft()
+    while back:
+        if ahead:
+            yield ahead.popleft()
+        yield back.popleft()
+
+
 RIGHT = {
     "tensor_parallel/feed-forward": {
         "data replaced": _data_replaced,
@@ -72,4 +119,19 @@ RIGHT = {
         "sums, divided": partial(ways.loss, over=lambda targets: targets.numel()),
     },
     "tensor_parallel/bug-hunt": {"hooked leaves": _hooked_leaves, "functions": ways.tokens},
+    "pipeline/one-f-one-b": {
+        "a backward, then a forward": _backward_then_forward,
+        "one line": _one_line,
+        "pairs": partial(ways.order, name=lambda *op: op),
+    },
+    "pipeline/peak": {
+        "counted again": _counted_again,
+        "NumPy": _with_numpy,
+        "fractions": partial(ways.peak, w_frees=1),
+    },
+    "pipeline/bug-hunt": {
+        "two queues": _two_queues,
+        "a list": partial(ways.interleaved, way=list),
+        "one hop fewer": partial(ways.interleaved, hops=1),
+    },
 }

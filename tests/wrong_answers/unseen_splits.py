@@ -84,6 +84,73 @@ def _a_part_each(parameter, comm):
     return reduce_from(parameter, comm) / comm.size
 
 
+# ── 13a ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def order(rank, p, m, *, warm=lambda rank, p, m: p - 1 - rank, at_most=True, b_first=False,
+          newest=False, ends=True, name="{}{}".format):  # fmt: skip
+    """1F1B with its slips; newest: the backward of the forward before it."""
+    first = min(warm(rank, p, m), m) if at_most else warm(rank, p, m)
+    ops = [("F", k) for k in range(first)]
+    for k in range(m - first):
+        pair = ("F", first + k), ("B", first + k if newest else k)
+        ops += pair[::-1] if b_first else pair
+    left = range(first) if newest else range(m - first, m)
+    return [name(*op) for op in ops + [("B", k) for k in left] * ends]
+
+
+def peak(ops, nbytes, *, of=lambda op, nbytes: nbytes[op.stage], w_frees=1.0, tells=max):
+    """of: what an operation adds; w_frees: which part of it goes with W, the rest with B."""
+    split, held, seen = any(op.kind == "W" for op in ops), 0, [0]
+    for op in ops:
+        part = {"F": 1, "B": w_frees - 1 if split else -1, "W": -w_frees}[op.kind]
+        held += int(part * of(op, nbytes))
+        seen.append(held)
+    return tells(seen)
+
+
+def _until_a_backward(ops, nbytes):
+    first = next(i for i, op in enumerate(ops) if op.kind != "F")
+    return sum(nbytes[op.stage] for op in ops[:first])
+
+
+def _by_micro_batch(ops, nbytes):
+    """One entry for each micro-batch, whatever the stage."""
+    alive, most, last = {}, 0, "W" if any(op.kind == "W" for op in ops) else "B"
+    for op in ops:
+        alive[op.micro_batch] = nbytes[op.stage] if op.kind == "F" else alive[op.micro_batch]
+        if op.kind == last:
+            alive[op.micro_batch] = 0
+        most = max(most, sum(alive.values()))
+    return most
+
+
+def interleaved(rank, p, m, chunks, *, behind=lambda rank, p: p - 1 - rank, last_first=True, hops=2,
+                more=0, stage=lambda rank, c, p, chunks: rank + c * p, way=tuple):  # fmt: skip
+    jobs = [(c, r + k) for r in range(0, m, p) for c in range(chunks) for k in range(p)]
+    back = [(chunks - 1 - c if last_first else c, k) for c, k in jobs]
+    forwards = [("F", stage(rank, c, p, chunks), k) for c, k in jobs]
+    backwards = [("B", stage(rank, c, p, chunks), k) for c, k in back]
+    warm = min(hops * behind(rank, p) + (chunks - 1) * p + more, len(jobs))
+    pairs = zip(forwards[warm:], backwards, strict=False)
+    turns = [op for pair in pairs for op in pair]
+    return way([*forwards[:warm], *turns, *backwards[len(jobs) - warm :]])
+
+
+def _after_alone(rank, p, m, chunks):
+    """The first of three mistakes is mended."""
+    found = interleaved(rank, p, m, chunks)
+    own = [("B", rank + (op[1] // p + 1) % chunks * p, op[2]) for op in found if op[0] == "F"]
+    backwards = iter(own)
+    return [op if op[0] == "F" else next(backwards) for op in found]
+
+
+def _breadth_first(rank, p, m, chunks):
+    rows = [[(rank + c * p, k) for k in range(m)] for c in range(chunks)]
+    back = [("B", *at) for row in rows[::-1] for at in row]
+    return [("F", *at) for row in rows for at in row] + back
+
+
 # Exercise: name, attempt, the property that must reject it, words of what it must say.
 _ALL = {
     "tensor_parallel/feed-forward": [
@@ -114,6 +181,45 @@ _ALL = {
          "the gradients of the matrices", "its own"),
         ("g for parameters", partial(tokens, alike=_a_part_each),
          "the gradients of the norm", "copy_to"),
+    ],
+    "pipeline/one-f-one-b": [
+        ("no fewer than p", partial(order, at_most=False),
+         "fewer micro-batches than ranks", "min(warm-up, m)"),
+        ("backwards first", partial(order, b_first=True),
+         "every operation, in a legal order", "its own forward"),
+        ("the newest backward", partial(order, newest=True), "time", "B0 first"),
+        ("the ends forgotten", partial(order, ends=False),
+         "every operation, in a legal order", "at the end"),
+        ("numbers of ranks", lambda rank, p, m: order(rank, p, m, name=lambda kind, _: f"{kind}{rank}"),
+         "every operation, in a legal order", "on every rank"),
+        ("eager", partial(order, warm=lambda rank, p, m: 2 * (p - 1 - rank)),
+         "memory", "one for each rank behind"),
+        ("all ranks at once", lambda rank, p, m: [order(each, p, m) for each in range(p)],
+         "every operation, in a legal order", "of this rank"),
+    ],
+    "pipeline/peak": [
+        ("half goes with B", partial(peak, w_frees=0.5), "W apart", "they go with W"),
+        ("the first stage's", partial(peak, of=lambda op, nbytes: nbytes[0]), "1F1B", "of its stage"),
+        ("all stages'", partial(peak, of=lambda op, nbytes: sum(nbytes)), "1F1B", "of its stage"),
+        ("by number of micro-batch",
+         partial(peak, of=lambda op, nbytes: nbytes[op.micro_batch % len(nbytes)]), "1F1B", "stage"),
+        ("a mean stage",
+         lambda ops, nbytes: peak(ops, [1] * len(nbytes)) * sum(nbytes) // len(nbytes),
+         "1F1B", "of its stage"),
+        ("before the first backward", _until_a_backward, "1F1B", "the largest count"),
+        ("an entry per micro-batch", _by_micro_batch, "several chunks", "several stages"),
+    ],
+    "pipeline/bug-hunt": [
+        ("the same chunk first", partial(interleaved, last_first=False), "two ranks", "comes back first"),
+        ("one rank more behind", partial(interleaved, behind=lambda rank, p: p - rank),
+         "memory", "are enough"),
+        ("three hops", partial(interleaved, hops=3), "three ranks and more", "behind its first backward"),
+        ("neighbouring stages",
+         partial(interleaved, stage=lambda rank, c, p, chunks: rank * chunks + c),
+         "two ranks", "rank + chunk·p"),
+        ("one forward fewer", partial(interleaved, more=-1), "two ranks", "its own forward"),
+        ("the first of three", _after_alone, "other numbers of chunks", "comes back first"),
+        ("breadth first", _breadth_first, "memory", "are enough"),
     ],
 }  # fmt: skip
 
