@@ -385,14 +385,14 @@ def timed(layers):
 plots.gantt(equal=timed((3, 3, 3, 3)), by_time=timed(layers), unit="blocks")
 
 # %% [markdown]
-# Go back from the last operation to the one that let it start, and on to the first: that is the *critical path*, and the step is as long as it. How many of its operations stage 3 has:
+# From the last operation go back to the one that let it start, and on to the first: the *critical path*, as long as the step. Stage 3 has of its operations:
 
 # %%
 path = timed((3, 3, 3, 3)).critical_path()
 f"{sum(op.stage == 3 for op in path)} of {len(path)}"
 
 # %% [markdown]
-# Cut by time the step takes 143 blocks in place of 206. Embedding and head are also why the *first* and *last* stage of the small model above hold more parameters than the others: a cut by time is no cut by memory.
+# Cut by time the step takes 143 blocks in place of 206. Embedding and head are also why the small model's *first* and *last* stage hold more parameters: a cut by time is no cut by memory.
 
 # %% [markdown]
 # ## Who waits for whom?
@@ -410,7 +410,7 @@ except DeadlockError as stuck:
 # In the last two lines rank 2 sends a forward to rank 3, and rank 3 a backward to rank 2: each waits for the other to receive. GPipe has no such pair: a rank
 # sends its first backward when it has received all forwards.
 #
-# Two cures serve any legal schedule. Either sends do not wait, and each rank takes a neighbor's messages in the order in which they were sent (`"matched"`, the default
+# Two cures serve any legal schedule. Either sends do not wait, and each rank takes a neighbor's messages in the order of sending (`"matched"`, the default
 # here); or both ends of a message know its place in one order of all operations (`"paired"`), which is correct with waiting sends too.
 
 # %%
@@ -472,7 +472,7 @@ chunks = schedule.interleaved(4, 8, chunks=2)
 plots.gantt(simulate(plan), simulate(chunks, half))
 
 # %% [markdown]
-# The price: u times as many messages from a rank in the middle, here rank 1. And this order holds more, for m > p it is p(1 + (p − 1)/(pu)) micro-batches on rank 0 in place of p. Is that a price of chunks? Before its first backward it runs two forwards for each rank that follows. `fewer` runs one, as 1F1B does:
+# The price: u times as many messages from a rank in the middle, here rank 1. And this order holds more, p(1 + (p − 1)/(pu)) micro-batches on rank 0 in place of p if m > p. Is that a price of chunks? Before its first backward it runs two forwards for each rank that follows. `fewer` runs one, as 1F1B does:
 
 # %%
 p, how = 4, dict(chunks=2, a_round=4)
