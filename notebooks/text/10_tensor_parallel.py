@@ -581,7 +581,7 @@ print(f"unexplained {1e3 * (found - played - of_norms):.3f} ms")
 # %% [markdown]
 # The rest are the gradients of two norms, summed over the ranks: those of exercise 10.3.
 #
-# > You have 64 H100s of 80 GB, eight in a node, and train Llama-3.1-70B with 64 sequences of 8,192 tokens per step. Data parallelism with ZeRO-1 (lab 09) takes what tensor parallelism leaves. Over how many ranks do you split each matrix for the shortest step that fits?
+# > You have 64 H100s of 80 GB, eight in a node, and train Llama-3.1-70B with 128 sequences of 8,192 tokens per step. Data parallelism with ZeRO-1 (lab 09) takes what tensor parallelism leaves. Over how many ranks do you split each matrix for the shortest step that fits?
 
 # %%
 predict("mesh-of-64/tp", ranks=4)
@@ -592,10 +592,13 @@ print("activations  tp   needs   a step   of it tp, dp")
 for policy, said in policies.items():
     for tp in (1, 2, 4, 8, 16):
         how = dict(zero=1, attention="sdpa", sequence=tp > 1, checkpointing=policy)
-        train = TrainConfig(micro_batch=1, global_batch=64, **how)
+        train = TrainConfig(micro_batch=1, global_batch=128, **how)
         asked = model, train, Mesh(tp=tp, dp=64 // tp)
         timed = formulas.time(*asked, device=h100)
-        held = formulas.states(*asked).total + formulas.activations(*asked).total
+        after, kept = formulas.states(*asked), formulas.activations(*asked)
+        whole = after.only(name="weights")  # whole gradients in bf16 are as large
+        shards = after.only(component="gradients")  # as there are after a step
+        held = after.total - shards.total + whole.total + kept.total
         takes, spent = timed.makespan, timed.spent(0)
         shares = " ".join(f"{spent.get(axis, 0) / takes:4.0%}" for axis in ("tp", "dp"))
         print(f"{said:11} {tp:3} {held / 1e9:4.0f} GB {takes:6.1f} s   {shares}")
@@ -606,7 +609,9 @@ for policy, said in policies.items():
 reveal("mesh-of-64/tp", ranks=fitting[min(fitting)])
 
 # %% [markdown]
-# With memory enough, and as many sequences as GPUs, nobody would split a matrix: the step would take 7.6 seconds, and 454 GB per rank. Eight ranks make room for 1.7 seconds more. Four do with recomputed blocks, and take longer than eight without; and a second node of tensor parallelism takes almost four seconds more for room that is not needed. The 80 GB have no reserve: if a tenth must stay free (lab 17), eight ranks, at 72.2 GB, fail, and four with recomputation win. (States and activations are counted, nothing overlaps, and pipelines come in lab 13a.)
+# With memory enough nobody would split a matrix: the step would take 13.9 seconds, and 591 GB per rank. With all activations kept, eight ranks need 85 GB and do not fit; sixteen fit, and take 26.1 seconds. With blocks computed again eight take 22.3 seconds and 50 GB, and four do not fit. So memory costs eight seconds. (Eight ranks lack little: blocks computed again in some layers only would take between 17.9 and 22.3.)
+#
+# Of the 87 GB that four ranks need 35 are gradients. ZeRO-1 shares them out after the last backward pass; until then they are whole, and from the second micro-batch on they are there while activations pile up. (Nothing overlaps here; pipelines come in lab 13a.)
 
 # %% [markdown]
 # ### Which width is enough?
@@ -630,7 +635,7 @@ def waits_at(name, n, link, s=2048):
 names = [f"llama-3.1-{size}" for size in ("8b", "70b", "405b")]
 sizes_and_links = [(n, link) for n in (2, 4, 8, 16) for link in (inside, across)]
 dots = sorted(waits_at(name, *each) for name in names for each in sizes_and_links)
-law = [2**k for k in range(-2, 6)]
+law = [2 ** (k / 4) for k in range(-8, 21)]
 plots.curves(
     law,
     formula=[1 / (1 + rho) for rho in law],
@@ -698,7 +703,7 @@ for sequence in (False, True):
 
 # %% [markdown]
 # **With data parallelism.** Neighbors share matrices (tp), the others batches (dp). After `parallelize` every gradient is whole when autograd delivers it, so replicas need to
-# know nothing. Two by two ranks, a sequence for each pair:
+# know nothing. Clipping has to: in the norm of the whole gradient, what all ranks of tp hold alike counts once (`zero.clip_grad_norm`). Two by two ranks, a sequence for each pair:
 
 # %%
 batch = torch.randint(96, (2, 2, 16), generator=draw)  # inputs and targets

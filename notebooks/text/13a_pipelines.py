@@ -240,7 +240,7 @@ results = World(Mesh(pp=2)).run(step(yours))
 # ### Exercise 13.1 · Write 1F1B (10 min, ●●○)
 #
 # Begin each backward pass as soon as you can, and no forward pass earlier than you must. In the middle of the step a rank then does one forward and one backward in turn, which gives
-# the schedule its name, *1F1B*.
+# the schedule its name, *1F1B*. There may be fewer micro-batches than ranks.
 
 
 # %%
@@ -385,14 +385,14 @@ def timed(layers):
 plots.gantt(equal=timed((3, 3, 3, 3)), by_time=timed(layers), unit="blocks")
 
 # %% [markdown]
-# Go back from the last operation to the one that let it start, and on to the first: that is the *critical path*, and the step is as long as it. How many of its operations stage 3 has:
+# From the last operation go back to the one that let it start, and on to the first: the *critical path*, as long as the step. Stage 3 has of its operations:
 
 # %%
 path = timed((3, 3, 3, 3)).critical_path()
 f"{sum(op.stage == 3 for op in path)} of {len(path)}"
 
 # %% [markdown]
-# Cut by time the step takes 143 blocks in place of 206. Embedding and head are also why the *first* and *last* stage of the small model above hold more parameters than the others: a cut by time is no cut by memory.
+# Cut by time the step takes 143 blocks in place of 206. Embedding and head are also why the small model's *first* and *last* stage hold more parameters: a cut by time is no cut by memory.
 
 # %% [markdown]
 # ## Who waits for whom?
@@ -410,7 +410,7 @@ except DeadlockError as stuck:
 # In the last two lines rank 2 sends a forward to rank 3, and rank 3 a backward to rank 2: each waits for the other to receive. GPipe has no such pair: a rank
 # sends its first backward when it has received all forwards.
 #
-# Two cures serve any legal schedule. Either sends do not wait, and each rank takes a neighbor's messages in the order in which they were sent (`"matched"`, the default
+# Two cures serve any legal schedule. Either sends do not wait, and each rank takes a neighbor's messages in the order of sending (`"matched"`, the default
 # here); or both ends of a message know its place in one order of all operations (`"paired"`), which is correct with waiting sends too.
 
 # %%
@@ -472,7 +472,7 @@ chunks = schedule.interleaved(4, 8, chunks=2)
 plots.gantt(simulate(plan), simulate(chunks, half))
 
 # %% [markdown]
-# The price: u times as many messages from a rank in the middle, here rank 1. And this order holds more, p(1 + (p − 1)/(pu)) micro-batches on rank 0 in place of p. Is that a price of chunks? Before its first backward it runs two forwards for each rank that follows. `fewer` runs one, as 1F1B does:
+# The price: u times as many messages from a rank in the middle, here rank 1. And this order holds more, p(1 + (p − 1)/(pu)) micro-batches on rank 0 in place of p if m > p. Is that a price of chunks? Before its first backward it runs two forwards for each rank that follows. `fewer` runs one, as 1F1B does:
 
 # %%
 p, how = 4, dict(chunks=2, a_round=4)
@@ -492,7 +492,7 @@ for each in (plan, chunks, fewer):
 # %% [markdown]
 # ### Exercise 13.3 · Bug hunt: the order that hangs from three ranks on (12 min, ●●○)
 #
-# It passed its test, which had two ranks and two chunks. From three ranks on it hangs: find the ring in which they wait, and repair it.
+# It passed its test, which had two ranks and two chunks. From three ranks on it hangs: find the ring in which they wait, and repair it, for any number of chunks.
 
 
 # %%
@@ -576,7 +576,7 @@ for lr in (0.03, 0.1, 0.3, 0.6):
     print(f"lr {lr:4}: {stale:.1f} stale, {alone:.1f} alone, {flushed:.1f} after 12")
 
 # %% [markdown]
-# Stale gradients cost a nat here per micro-batch, and nothing that shows per time. At each of these rates gradients of weights that are up to three updates old learn less *per micro-batch*: the best of the four runs ends near 2.7, where one device has come to about 1.7 (a model that guesses has 4.85; at the two larger rates a run hangs on the last digits, and differs between CPUs). *Per time* no order shows: after 12 updates without staleness the best loss is 3.3, and of two other seeds one is better stale and one is not.
+# After as many *micro-batches* staleness costs a nat here: gradients of weights that are up to three updates old end higher at each of these rates, at best near 2.7, where one device has come to about 1.7 (a model that guesses has 4.85). After as much *time* nothing is decided: the best stale run is below the best of 12 updates, 3.3, but from one rate to the next its loss jumps by more than that. (At the two larger rates a run hangs on the last digits, and differs between CPUs.)
 #
 # At a still larger rate PipeDream's loss is nan. Is that staleness? The control, one device at the same rate, after 48 updates:
 

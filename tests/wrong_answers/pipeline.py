@@ -305,13 +305,13 @@ def _last_layer_first(weights, inputs, dy):
 _LEGAL = "every operation, in a legal order"
 WRONG = {
     "pipeline/one-f-one-b": (
-        Wrong("GPipe", _warmed(lambda rank, p, m: m), "memory", "more than ranks follow"),
+        Wrong("GPipe", _warmed(lambda rank, p, m: m), "memory", "needs no more than p − i"),
         Wrong("one forward too many", _warmed(lambda rank, p, m: p - rank), "memory", "p − 1 − i"),
         Wrong(
             "all ranks warm up like the first",
             _warmed(lambda rank, p, m: p - 1),
             "memory",
-            "more than ranks follow",
+            "needs no more than p − i",
         ),
         Wrong("naive", _warmed(lambda rank, p, m: 0), "time", "could run ahead"),
         Wrong(
@@ -349,7 +349,7 @@ WRONG = {
         Wrong("GPipe with few", _gpipe_with_few, "memory with few", "the last rank none"),
         Wrong("numbers from 1", _from_one, _LEGAL, "count from 0"),
         Wrong("a stack", _youngest, "time", "B0 first"),
-        Wrong("waves of p", _in_waves, "memory", "more than ranks follow"),
+        Wrong("waves of p", _in_waves, "memory", "needs no more than p − i"),
         Wrong(
             "half of the warm-up",
             _warmed(lambda rank, p, m: (p - 1 - rank) // 2),

@@ -53,7 +53,10 @@ _MEANS = {  # by the name of `schedule.why_illegal`'s reason, what it usually me
         "Every micro-batch needs each of its operations once on every rank. What is still owed "
         "after the last forward must come at the end."
     ),
-    "twice": "Count the micro-batches of each kind on their own: the next F is not the next B.",
+    "twice": (
+        "The number is the micro-batch's, on every rank. Count those of each kind on their own: "
+        "the next F is not the next B."
+    ),
     "micro-batch": (
         "With few micro-batches there are fewer forwards than the warm-up asks for: take "
         "min(warm-up, m)."
@@ -65,7 +68,8 @@ _MEANS = {  # by the name of `schedule.why_illegal`'s reason, what it usually me
     "deadlock": (
         "A rank can begin its first backward only when the ranks after it have had all forwards "
         "that they run first. So a rank may not run fewer forwards first than the next one does; "
-        "and of several chunks the last one comes back first."
+        "of several chunks the last one comes back first; and no forward that a rank runs first "
+        "may need one that another runs behind its first backward."
     ),
 }
 
@@ -147,8 +151,8 @@ ONE_F_ONE_B = Exercise(
             _fits,
             cases=_LINES,
             bound=lambda p, m, rank: schedule.peak_in_flight("one_f_one_b", p, m, rank),
-            why="That is more than ranks follow, plus one. Rank i runs p − 1 − i forwards "
-            "first; from then on each forward is followed by a backward.",
+            why="Rank i needs no more than p − i: one, and one for each rank behind it. It runs "
+            "p − 1 − i forwards first; from then on each forward is followed by a backward.",
         ),
         Property(
             "time",

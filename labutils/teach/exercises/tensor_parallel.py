@@ -195,6 +195,12 @@ def _output(attempt: Callable, normed: bool) -> str:
             if _near(-off, bias.expand_as(off)):
                 once = "Nobody adds it. Add it once, after the sum."
                 raise Failed(f"{where} by the bias of `down`", once)
+            if n == 1:
+                raise Failed(
+                    where,
+                    "On one rank nothing is cut and nothing is sent: return what the whole layer "
+                    "does, GELU and both biases included, in the dtype of x.",
+                )
             raise Failed(
                 where,
                 "`up` is cut by its outputs (rows of its weight, and its bias), `down` by its "
@@ -305,7 +311,9 @@ def _split_bytes(attempt: Callable) -> str:
                 f"{seen.case}: the busiest rank sends {seen.sent:,} B, "
                 f"two all-reduces of b·s·h numbers are {most:,} B",
                 "Between the two products nothing has to travel: what GELU gives for a rank's "
-                "columns is what that rank's part of `down` reads.",
+                "columns is what that rank's part of `down` reads. The parts behind `down` are "
+                "summed by one comm.all_reduce; to gather them all, or to sum on one rank and "
+                "broadcast, sends more.",
             )
     return "an all-reduce of b·s·h numbers each way"
 
@@ -417,6 +425,14 @@ def _loss_gradient(attempt: Callable) -> str:
             where = f"{seen.case}: the gradient of the logits on rank {i}"
             if gradient is None:
                 raise Failed(f"{where} never comes", _NO_GRADIENT)
+            rows = zip(gradient, right, strict=True)
+            if gradient.any() and all(_near(row, due) or not row.any() for row, due in rows):
+                raise Failed(
+                    f"{where} is zero for some tokens",
+                    "A word has a share in the softmax of every token, also of those whose target "
+                    "another rank has: take log Σ for all tokens on every rank, and mask the "
+                    "target's logit alone.",
+                )
             many = _near(gradient, n * right)
             raise Failed(
                 f"{where} is {f'{n} times too large' if many else 'wrong'}",

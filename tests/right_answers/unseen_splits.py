@@ -1,0 +1,137 @@
+"""Right answers to labs 10, 13a, 13b and 15a by another hand that had not written them."""
+
+from collections import deque
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from wrong_answers import unseen_splits as ways
+
+from labutils.tensor_parallel import copy_to, gather_from, reduce_from, scatter_to
+
+# ── 10 ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _data_replaced(x, up, down, comm):
+    """A hook of x itself; the part keeps its history and gets the sum's numbers."""
+    n, i = comm.size, comm.rank
+    if x.requires_grad:
+        x.register_hook(lambda grad: comm.all_reduce(grad.contiguous()))
+    inner = F.gelu(F.linear(x, up.weight.chunk(n)[i], up.bias.chunk(n)[i]))
+    part = F.linear(inner, down.weight.chunk(n, 1)[i])
+    part.data = comm.all_reduce(part.data)
+    return part + down.bias
+
+
+def _views(x, up, down, comm):
+    """Weights with a dim of ranks, and einsum."""
+    n, i = comm.size, comm.rank
+    w1, b1 = up.weight.view(n, -1, up.in_features)[i], up.bias.view(n, -1)[i]
+    inner = F.gelu(torch.einsum("bsh,fh->bsf", copy_to(x, comm), w1) + b1)
+    w2 = down.weight.view(down.out_features, n, -1)[:, i]
+    return reduce_from(torch.einsum("bsf,hf->bsh", inner, w2), comm) + down.bias
+
+
+def _own_slot(logits, targets, comm):
+    """Log-sum-exps and target's logits are gathered; a rank's own have their history."""
+    v, i = logits.shape[-1], comm.rank
+    place = targets - i * v
+    mine = (place >= 0) & (place < v)
+    hit = logits.gather(-1, place.clamp(0, v - 1)[:, None])[:, 0].where(mine, 0.0)
+    own = torch.stack([logits.logsumexp(-1), hit])
+    table = comm.all_gather(own.detach()[None].contiguous())
+    rows = [own if rank == i else table[rank] for rank in range(comm.size)]
+    parts, hits = torch.stack(rows).unbind(1)
+    return (parts.logsumexp(0) - hits.sum(0)).mean()
+
+
+def _modulo(logits, targets, comm):
+    """The target's place is its remainder, its rank the quotient."""
+    rank, place = targets // logits.shape[-1], targets % logits.shape[-1]
+    z = logits - comm.all_reduce(logits.detach().amax(-1), "max")[:, None]
+    target = z.gather(-1, place[:, None])[:, 0] * (rank == comm.rank)
+    return (reduce_from(z.exp().sum(-1), comm).log() - reduce_from(target, comm)).mean()
+
+
+def _hooked_leaves(x, norm, up, down, comm):
+    for parameter in (norm.weight, norm.bias, down.bias):
+        parameter.register_hook(lambda grad: comm.all_reduce(grad.contiguous()))
+    y = F.linear(F.gelu(up(gather_from(norm(x), comm))), down.weight)
+    return x + scatter_to(y, comm) + down.bias
+
+
+# ── 13a ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _backward_then_forward(rank, p, m):
+    """p − i forwards; then each backward lets one more in."""
+    yield from (("F", k) for k in range(min(p - rank, m)))
+    for k in range(m):
+        yield "B", k
+        if k + p - rank < m:
+            yield "F", k + p - rank
+
+
+def _one_line(rank, p, m):
+    return " ".join(ways.order(rank, p, m))
+
+
+def _counted_again(ops, nbytes):
+    """At each place the forwards before it, less what has let go."""
+    last = max({op.kind for op in ops} - {"F"})  # "W" where there is one
+
+    def held(place):
+        kinds = [(op.kind, op.stage) for op in ops[:place]]
+        return sum(nbytes[at] * (("F" == kind) - (kind == last)) for kind, at in kinds)
+
+    return max(map(held, range(1, len(ops) + 1)))
+
+
+def _with_numpy(ops, nbytes):
+    sign = {"F": 1, "W": -1, "B": 0 if any(op.kind == "W" for op in ops) else -1}
+    return np.cumsum([sign[op.kind] * nbytes[op.stage] for op in ops]).max()
+
+
+def _two_queues(rank, p, m, chunks):
+    """Forwards run while fewer than the warm-up are ahead, by deques of jobs."""
+    places = [(c, r + k) for r in range(0, m, p) for c in range(chunks) for k in range(p)]
+    ahead = deque(f"F{k}@{rank + c * p}" for c, k in places)
+    back = deque(f"B{k}@{rank + (chunks - 1 - c) * p}" for c, k in places)
+    for _ in range(min(2 * (p - 1 - rank) + (chunks - 1) * p, len(places))):
+        yield ahead.popleft()
+    while back:
+        if ahead:
+            yield ahead.popleft()
+        yield back.popleft()
+
+
+RIGHT = {
+    "tensor_parallel/feed-forward": {
+        "data replaced": _data_replaced,
+        "views of the weights": _views,
+        "f and g as functions": ways.feed_forward,
+    },
+    "tensor_parallel/cross-entropy": {
+        "its own slot": _own_slot,
+        "quotient and remainder": _modulo,
+        "the largest added again": ways.loss,
+        "sums, divided": partial(ways.loss, over=lambda targets: targets.numel()),
+    },
+    "tensor_parallel/bug-hunt": {"hooked leaves": _hooked_leaves, "functions": ways.tokens},
+    "pipeline/one-f-one-b": {
+        "a backward, then a forward": _backward_then_forward,
+        "one line": _one_line,
+        "pairs": partial(ways.order, name=lambda *op: op),
+    },
+    "pipeline/peak": {
+        "counted again": _counted_again,
+        "NumPy": _with_numpy,
+        "fractions": partial(ways.peak, w_frees=1),
+    },
+    "pipeline/bug-hunt": {
+        "two queues": _two_queues,
+        "a list": partial(ways.interleaved, way=list),
+        "one hop fewer": partial(ways.interleaved, hops=1),
+    },
+}

@@ -1,0 +1,226 @@
+"""Wrong answers to labs 10, 13a, 13b and 15a by another hand that had not written them."""
+
+import math
+from functools import partial
+
+import torch.nn.functional as F
+
+from labutils.tensor_parallel import copy_to, cross_entropy, gather_from, reduce_from, scatter_to
+from wrong_answers import Wrong
+from wrong_answers.unseen_parallel import Both, same
+
+# ── 10 ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def feed_forward(x, up, down, comm, *, total=None, shifted=True, gelu=F.gelu, hooked="x"):
+    """total: another sum than an all-reduce, both ways; hooked: whose gradient is summed."""
+    n, i = comm.size, comm.rank
+    total = total(comm) if total else comm.all_reduce
+    a = Both.apply(x, same, total) if hooked == "x" else x
+    inner = gelu(a @ up.weight.chunk(n)[i].mT + (up.bias.chunk(n)[i] if shifted else 0))
+    if hooked == "inner":
+        inner.register_hook(lambda grad: comm.all_reduce(grad.contiguous()))
+    return Both.apply(inner @ down.weight.chunk(n, 1)[i].mT, total, same) + down.bias
+
+
+def _gathered_and_added(comm):
+    return lambda x: comm.all_gather(x[None].contiguous()).sum(0)
+
+
+def _in_fp32(comm):
+    return lambda x: comm.all_reduce(x.float()).double()
+
+
+def loss(logits, targets, comm, *, top="max", back=True, others=0.0, limit=math.inf, over=len):
+    """top: of all words, subtracted; back: added again; others: for a target that is not here."""
+    v = logits.shape[-1]
+    whole = {"max": lambda z: comm.all_reduce(z.amax(-1), "max"), "none": lambda z: z[:, 0] * 0,
+             "mean": lambda z: comm.all_reduce(z.mean(-1)) / comm.size}[top](logits.detach())  # fmt: skip
+    total = reduce_from((logits - whole[:, None]).clamp(-limit, limit).exp().sum(-1), comm)
+    place = targets - comm.rank * v
+    mine = (place >= 0) & (place < v)
+    found = logits.gather(-1, place.clamp(0, v - 1)[:, None])[:, 0]
+    target = reduce_from(found.where(mine, others), comm)
+    return ((total.log() + whole if back else total.log()) - target).sum() / over(targets)
+
+
+def _of_its_targets(logits, targets, comm):
+    """nll_loss of the targets that the rank has: other tokens' softmax gets no gradient."""
+    v = logits.shape[-1]
+    z = logits - comm.all_reduce(logits.detach().amax(-1, keepdim=True), "max")
+    z = z - reduce_from(z.exp().sum(-1, keepdim=True), comm).log()
+    place = targets - comm.rank * v
+    place = place.where((place >= 0) & (place < v), -100)
+    return reduce_from(F.nll_loss(z, place, reduction="sum"), comm) / len(targets)
+
+
+def _a_leaf(logits, targets, comm):
+    return cross_entropy(logits, targets, comm).detach().requires_grad_()
+
+
+def _as_often_as_ranks(logits, targets, comm):
+    mean = cross_entropy(logits, targets, comm)
+    return mean + (comm.size - 1) * (mean - mean.detach())
+
+
+def tokens(x, norm, up, down, comm, *, alike=copy_to, cut="scatter", where="norm first"):
+    """cut: how the sum comes to the tokens; where: what f or a gather is applied to."""
+    weight, bias, last = (alike(p, comm) for p in (norm.weight, norm.bias, down.bias))
+    if where == "gather first":  # every rank norms all tokens
+        y = norm(gather_from(x, comm))
+    else:
+        y = gather_from(F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps), comm)
+    y = F.linear(F.gelu(up(y)), down.weight)
+    if where == "f of what is added":
+        return scatter_to(y, comm) + copy_to(x + down.bias, comm)
+    if cut == "scatter":
+        return x + scatter_to(y, comm) + last
+    y = reduce_from(y, comm)
+    y = copy_to(y, comm) if cut == "f behind g" else y + (comm.size - 1) * (y - y.detach())
+    return x + y.chunk(comm.size, 1)[comm.rank] + last
+
+
+def _a_part_each(parameter, comm):
+    return reduce_from(parameter, comm) / comm.size
+
+
+# ── 13a ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def order(rank, p, m, *, warm=lambda rank, p, m: p - 1 - rank, at_most=True, b_first=False,
+          newest=False, ends=True, name="{}{}".format):  # fmt: skip
+    """1F1B with its slips; newest: the backward of the forward before it."""
+    first = min(warm(rank, p, m), m) if at_most else warm(rank, p, m)
+    ops = [("F", k) for k in range(first)]
+    for k in range(m - first):
+        pair = ("F", first + k), ("B", first + k if newest else k)
+        ops += pair[::-1] if b_first else pair
+    left = range(first) if newest else range(m - first, m)
+    return [name(*op) for op in ops + [("B", k) for k in left] * ends]
+
+
+def peak(ops, nbytes, *, of=lambda op, nbytes: nbytes[op.stage], w_frees=1.0, tells=max):
+    """of: what an operation adds; w_frees: which part of it goes with W, the rest with B."""
+    split, held, seen = any(op.kind == "W" for op in ops), 0, [0]
+    for op in ops:
+        part = {"F": 1, "B": w_frees - 1 if split else -1, "W": -w_frees}[op.kind]
+        held += int(part * of(op, nbytes))
+        seen.append(held)
+    return tells(seen)
+
+
+def _until_a_backward(ops, nbytes):
+    first = next(i for i, op in enumerate(ops) if op.kind != "F")
+    return sum(nbytes[op.stage] for op in ops[:first])
+
+
+def _by_micro_batch(ops, nbytes):
+    """One entry for each micro-batch, whatever the stage."""
+    alive, most, last = {}, 0, "W" if any(op.kind == "W" for op in ops) else "B"
+    for op in ops:
+        alive[op.micro_batch] = nbytes[op.stage] if op.kind == "F" else alive[op.micro_batch]
+        if op.kind == last:
+            alive[op.micro_batch] = 0
+        most = max(most, sum(alive.values()))
+    return most
+
+
+def interleaved(rank, p, m, chunks, *, behind=lambda rank, p: p - 1 - rank, last_first=True, hops=2,
+                more=0, stage=lambda rank, c, p, chunks: rank + c * p, way=tuple):  # fmt: skip
+    jobs = [(c, r + k) for r in range(0, m, p) for c in range(chunks) for k in range(p)]
+    back = [(chunks - 1 - c if last_first else c, k) for c, k in jobs]
+    forwards = [("F", stage(rank, c, p, chunks), k) for c, k in jobs]
+    backwards = [("B", stage(rank, c, p, chunks), k) for c, k in back]
+    warm = min(hops * behind(rank, p) + (chunks - 1) * p + more, len(jobs))
+    pairs = zip(forwards[warm:], backwards, strict=False)
+    turns = [op for pair in pairs for op in pair]
+    return way([*forwards[:warm], *turns, *backwards[len(jobs) - warm :]])
+
+
+def _after_alone(rank, p, m, chunks):
+    """The first of three mistakes is mended."""
+    found = interleaved(rank, p, m, chunks)
+    own = [("B", rank + (op[1] // p + 1) % chunks * p, op[2]) for op in found if op[0] == "F"]
+    backwards = iter(own)
+    return [op if op[0] == "F" else next(backwards) for op in found]
+
+
+def _breadth_first(rank, p, m, chunks):
+    rows = [[(rank + c * p, k) for k in range(m)] for c in range(chunks)]
+    back = [("B", *at) for row in rows[::-1] for at in row]
+    return [("F", *at) for row in rows for at in row] + back
+
+
+# Exercise: name, attempt, the property that must reject it, words of what it must say.
+_ALL = {
+    "tensor_parallel/feed-forward": [
+        ("no bias between", partial(feed_forward, shifted=False), "the output", "nothing is cut"),
+        ("no GELU", partial(feed_forward, gelu=lambda x: x), "the output", "nothing is cut"),
+        ("sums in fp32", partial(feed_forward, total=_in_fp32), "the output", "the dtype of x"),
+        ("the gradient of columns summed", partial(feed_forward, hooked="inner"),
+         "the gradient of the input", "f passes x on"),
+        ("parts gathered and added", partial(feed_forward, total=_gathered_and_added),
+         "bytes sent", "to gather them all"),
+    ],
+    "tensor_parallel/cross-entropy": [
+        ("the largest not added again", partial(loss, back=False), "the loss", "same number"),
+        ("others' targets at −inf", partial(loss, others=-math.inf), "the loss", "count as 0"),
+        ("the mean for the largest", partial(loss, top="mean"), "large logits", "that token"),
+        ("clamped", partial(loss, top="none", limit=80.0), "large logits", "the largest"),
+        ("of its targets", _of_its_targets, "the gradient", "zero for some tokens"),
+        ("a leaf", _a_leaf, "the gradient", "no history"),
+        ("n times", _as_often_as_ranks, "the gradient", "too large"),
+    ],
+    "tensor_parallel/bug-hunt": [
+        ("f behind g", partial(tokens, cut="f behind g"), "bytes sent", "scatter each way"),
+        ("n times what was cut", partial(tokens, cut="n times"),
+         "the gradients of the matrices", "scatter_to"),
+        ("gathers, then norms", partial(tokens, where="gather first"),
+         "the gradients of the norm", "a sum over ranks"),
+        ("f of what is added", partial(tokens, where="f of what is added"),
+         "the gradients of the matrices", "its own"),
+        ("g for parameters", partial(tokens, alike=_a_part_each),
+         "the gradients of the norm", "copy_to"),
+    ],
+    "pipeline/one-f-one-b": [
+        ("no fewer than p", partial(order, at_most=False),
+         "fewer micro-batches than ranks", "min(warm-up, m)"),
+        ("backwards first", partial(order, b_first=True),
+         "every operation, in a legal order", "its own forward"),
+        ("the newest backward", partial(order, newest=True), "time", "B0 first"),
+        ("the ends forgotten", partial(order, ends=False),
+         "every operation, in a legal order", "at the end"),
+        ("numbers of ranks", lambda rank, p, m: order(rank, p, m, name=lambda kind, _: f"{kind}{rank}"),
+         "every operation, in a legal order", "on every rank"),
+        ("eager", partial(order, warm=lambda rank, p, m: 2 * (p - 1 - rank)),
+         "memory", "one for each rank behind"),
+        ("all ranks at once", lambda rank, p, m: [order(each, p, m) for each in range(p)],
+         "every operation, in a legal order", "of this rank"),
+    ],
+    "pipeline/peak": [
+        ("half goes with B", partial(peak, w_frees=0.5), "W apart", "they go with W"),
+        ("the first stage's", partial(peak, of=lambda op, nbytes: nbytes[0]), "1F1B", "of its stage"),
+        ("all stages'", partial(peak, of=lambda op, nbytes: sum(nbytes)), "1F1B", "of its stage"),
+        ("by number of micro-batch",
+         partial(peak, of=lambda op, nbytes: nbytes[op.micro_batch % len(nbytes)]), "1F1B", "stage"),
+        ("a mean stage",
+         lambda ops, nbytes: peak(ops, [1] * len(nbytes)) * sum(nbytes) // len(nbytes),
+         "1F1B", "of its stage"),
+        ("before the first backward", _until_a_backward, "1F1B", "the largest count"),
+        ("an entry per micro-batch", _by_micro_batch, "several chunks", "several stages"),
+    ],
+    "pipeline/bug-hunt": [
+        ("the same chunk first", partial(interleaved, last_first=False), "two ranks", "comes back first"),
+        ("one rank more behind", partial(interleaved, behind=lambda rank, p: p - rank),
+         "memory", "are enough"),
+        ("three hops", partial(interleaved, hops=3), "three ranks and more", "behind its first backward"),
+        ("neighbouring stages",
+         partial(interleaved, stage=lambda rank, c, p, chunks: rank * chunks + c),
+         "two ranks", "rank + chunk·p"),
+        ("one forward fewer", partial(interleaved, more=-1), "two ranks", "its own forward"),
+        ("the first of three", _after_alone, "other numbers of chunks", "comes back first"),
+        ("breadth first", _breadth_first, "memory", "are enough"),
+    ],
+}  # fmt: skip
+
+WRONG = {exercise: tuple(Wrong(*each) for each in answers) for exercise, answers in _ALL.items()}
