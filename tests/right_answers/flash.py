@@ -172,23 +172,166 @@ def _keys_cut_off(q, k, v, *, causal, block_q, block_k):
     return torch.cat(out, 2), torch.cat(lse, 2)
 
 
+def _one_more_key(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    """What was seen is one more key of the next block: its score the lse, its value the output."""
+    out = lse = None
+    for scores, values in blocks:
+        if out is not None:
+            scores, values = torch.cat([lse[None], scores]), torch.cat([out[None], values])
+        lse = scores.logsumexp(0)
+        out = (scores - lse.clamp_min(LOWEST)).exp() @ values
+    return out, lse
+
+
+def _numbers(blocks: exercises.Blocks) -> tuple[list[float], float]:
+    """Python's floats, score by score; what is −∞ is left out."""
+    top, total, out = None, 0.0, None
+    for scores, values in blocks:
+        for score, value in zip(scores.tolist(), values.tolist(), strict=True):
+            if score == -math.inf:
+                continue
+            if top is None or score > top:
+                factor = 0.0 if top is None else math.exp(top - score)
+                total, top = factor * total, score
+                out = [factor * each for each in out or [0.0] * len(value)]
+            weight = math.exp(score - top)
+            total += weight
+            out = [each + weight * x for each, x in zip(out, value, strict=True)]
+    return [each / total for each in out], top + math.log(total)
+
+
+def _one_table(blocks: exercises.Blocks) -> Tensor:
+    """A column of ones beside the values: the sum is the output's last number."""
+    top = torch.tensor(LOWEST, dtype=torch.float64)
+    both = 0.0
+    for scores, values in blocks:
+        old, top = top, torch.stack([top, scores.amax()]).amax()
+        ones = torch.cat([values, torch.ones_like(values[:, :1])], 1)
+        both = torch.exp(old - top) * both + torch.exp(scores - top) @ ones
+    return both[:-1] / both[-1], both[-1].log() + top
+
+
+def _by_logsigmoid(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """lse1 − logsigmoid(lse1 − lse2), with numbers in place of −∞ where both are."""
+    blind = torch.isneginf(lse1) & torch.isneginf(lse2)
+    a, b = torch.where(blind, 0.0, lse1), torch.where(blind, 0.0, lse2)
+    larger = a >= b
+    high, low = torch.where(larger, a, b), torch.where(larger, b, a)
+    lse = high - torch.nn.functional.logsigmoid(high - low)
+    weights = ((part - lse).exp()[..., None] for part in (a, b))
+    out = sum(weight * o for weight, o in zip(weights, (o1, o2), strict=True))
+    return torch.where(blind[..., None], 0.0, out), torch.where(blind, -math.inf, lse)
+
+
+def _as_two_keys(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Two keys of one row: their scores the lse, their values the outputs."""
+    scores = torch.stack((lse1, lse2), dim=-1).unsqueeze(-2)
+    top = scores.amax(-1, keepdim=True)
+    top = top.masked_fill(top.isinf(), 0)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    seen = total != 0
+    total = total.masked_fill(~seen, 1)
+    out = (weights / total) @ torch.stack((o1, o2), dim=-2)
+    lse = (total.log() + top).masked_fill(~seen, -math.inf)
+    return out.squeeze(-2), lse[..., 0, 0]
+
+
+def _seen_rows(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Only rows that a part sees are computed at all."""
+    seen = (lse1 > -math.inf) | (lse2 > -math.inf)
+    lse, out = torch.full_like(lse1, -math.inf), torch.zeros_like(o1)
+    both = torch.logaddexp(lse1[seen], lse2[seen])
+    first, second = ((part[seen] - both).exp().unsqueeze(1) for part in (lse1, lse2))
+    out = out.index_put((seen,), first * o1[seen] + second * o2[seen])
+    return out, lse.index_put((seen,), both)
+
+
+def _from_the_end(q, k, v, *, causal, block_q, block_k):
+    """Positions are counted from the last key, which the last query sees."""
+    outs, sums, s_q, s_k = [], [], q.shape[2], k.shape[2]
+    for top in range(0, s_q, block_q):
+        rows = torch.arange(top, min(top + block_q, s_q)) - s_q  # −1 is the last
+        state = torch.zeros_like(q[:, :, rows]), torch.full_like(q[:, :, rows, 0], -math.inf)
+        for left in range(0, s_k, block_k):
+            columns = torch.arange(left, min(left + block_k, s_k)) - s_k
+            if causal and int(columns.min()) > int(rows.max()):
+                continue
+            scores = (q[:, :, rows] @ k[:, :, columns].mT) / q.shape[-1] ** 0.5
+            if causal:
+                scores = scores.where(columns <= rows[:, None], -math.inf)
+            top_score = scores.amax(-1, keepdim=True).clamp_min(LOWEST)
+            weights = (scores - top_score).exp()
+            total = weights.sum(-1, keepdim=True)
+            part = weights @ v[:, :, columns] / total.where(total > 0, 1.0)
+            state = flash.merge(*state, part, (total.log() + top_score)[..., 0])
+        outs.append(state[0])
+        sums.append(state[1])
+    return torch.cat(outs, 2), torch.cat(sums, 2)
+
+
+def _heads_in_turn(q, k, v, *, causal, block_q, block_k):
+    """A head at a time, and the online softmax of the lab in each row of tiles."""
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+    before = k.shape[2] - q.shape[2]
+    for head in range(q.shape[1]):
+        for top in range(0, q.shape[2], block_q):
+            at = torch.arange(top, min(top + block_q, q.shape[2]))
+            last = int(at[-1]) + before if causal else k.shape[2] - 1
+            m, total, sums = torch.full((len(at), 1), LOWEST, dtype=q.dtype), 0.0, 0.0
+            for left in range(0, last + 1, block_k):
+                keys = torch.arange(left, min(left + block_k, k.shape[2]))
+                S = q[0, head, at] @ k[0, head, keys].T / math.sqrt(q.shape[3])
+                if causal:
+                    S = S.masked_fill(keys[None] > at[:, None] + before, -math.inf)
+                old, m = m, torch.maximum(m, S.amax(1, keepdim=True))
+                P, factor = (S - m).exp(), (old - m).exp()
+                total, sums = factor * total + P.sum(1, keepdim=True), factor * sums + P @ v[0, head, keys]
+            if last < 0:
+                continue
+            some = total > 0
+            out[0, head, at] = torch.where(some, sums / total.where(some, 1.0), 0.0)
+            lse[0, head, at] = torch.where(some, m + total.log(), -math.inf)[:, 0]
+    return out, lse
+
+
+def _padded(q, k, v, *, causal, block_q, block_k):
+    """Queries in front of the first, so that the picture is a square again; they are thrown away."""
+    more = k.shape[2] - q.shape[2] if causal else 0
+    blocks = dict(block_q=block_q, block_k=block_k)
+    if more <= 0:
+        return flash.attention(q, k, v, causal=causal, **blocks)
+    square = torch.cat([torch.zeros_like(k[:, :, :more, :]), q], 2)
+    out, lse = flash.attention(square, k, v, causal=True, **blocks)
+    return out[:, :, more:], lse[:, :, more:]
+
+
 RIGHT = {
     "flash/online-softmax": {
         "outputs merged by their lse": _by_lse,
         "NumPy, an array and a float": _numpy,
         "normalized after every block, yielded": _normalized_at_once,
         "one score at a time, a list": _token_by_token,
+        "one more key": _one_more_key,
+        "Python's floats": _numbers,
+        "a column of ones": _one_table,
     },
     "flash/merge": {
         "a finite unit": _log_of_sums,
         "a softmax of the two lse": _softmax_of_two,
         "a sigmoid of their difference": _difference,
         "stacked, summed by einsum": _einsum,
+        "a logsigmoid": _by_logsigmoid,
+        "two keys": _as_two_keys,
+        "rows that are seen": _seen_rows,
     },
     "flash/causal-hunt": {
         "keys cut off": _keys_cut_off,
         "a loop that ends in time": _as_far_as_seen,
         "keys outside, backwards": _keys_outside,
         "one query at a time": _query_by_query,
+        "from the end": _from_the_end,
+        "heads in turn": _heads_in_turn,
+        "padded": _padded,
     },
 }

@@ -5,6 +5,8 @@ import itertools
 import numpy as np
 import torch
 
+from labutils import scaling
+
 # ── a recipe for k times the batch ───────────────────────────────────────────────────────────────
 
 
@@ -37,6 +39,34 @@ def _per_epoch(optimizer, lr, decay, k, steps):
     step = (lr * k**power - lr) / (5 * steps)
     taken = lr * decay * steps * k  # by an epoch of the small batch
     return (lambda t: lr + step * min(t, 5 * steps)), taken / (lr * k**power * steps)
+
+
+def _where(optimizer, lr, decay, k, steps):
+    """NumPy's where, whose result is an array without dims."""
+    times, warm = (k if optimizer == "sgd" else np.sqrt(k)), 5 * steps
+    return lambda t: np.where(t < warm, lr + (times - 1) * lr * t / warm, times * lr), decay * k / times
+
+
+def _added_up(optimizer, lr, decay, k, steps):
+    """A list of rates, each the one before it and the increment; in 32 bits at the end."""
+    times, rates = k ** (1 if optimizer == "sgd" else 0.5), [lr]
+    for _ in range(5 * steps):
+        rates.append(rates[-1] + (times - 1) * lr / (5 * steps))
+    return (lambda t: torch.tensor(rates[min(t, 5 * steps)])), torch.tensor(decay * k / times)
+
+
+class _Schedule:
+    def __init__(self, low, high, steps):
+        self.ends, self.steps = (low, high), steps
+
+    def __call__(self, t):
+        share = min(t / self.steps, 1)
+        return (1 - share) * self.ends[0] + share * self.ends[1]
+
+
+def _object(optimizer, lr, decay, k, steps):
+    times = {"sgd": k}.get(optimizer, k**0.5)
+    return _Schedule(lr, times * lr, 5 * steps), decay * {"sgd": 1}.get(optimizer, times)
 
 
 # ── the noise scale on ranks ─────────────────────────────────────────────────────────────────────
@@ -83,6 +113,36 @@ def _distances(gradients, b, comm):
         signal += cross
         trace += b * (own / n - cross)
     return trace / signal
+
+
+def _two_messages(gradients, b, comm):
+    """All seeds at once: their sums of squares, and all gradients in one message."""
+    n, own = comm.size, torch.stack(list(gradients))
+    small = comm.all_reduce(own.pow(2).sum()[None])[0] / (n * len(own))
+    large = (comm.all_reduce(own.flatten()) / n).pow(2).sum() / len(own)
+    trace = (small - large) * n * b / (n - 1)
+    return trace / (small - trace / b)
+
+
+def _library(gradients, b, comm):
+    spreads = []
+    for own in gradients:
+        mean = comm.all_reduce(own).div(comm.size)
+        length = comm.all_reduce(torch.linalg.vector_norm(own, keepdim=True) ** 2) / comm.size
+        lengths = float(length), float(mean @ mean)
+        spreads.append(scaling.estimate_spread(*lengths, b, b * comm.size))
+    return np.float64(scaling.noise_scale(spreads))
+
+
+def _lists(gradients, b, comm):
+    """Signal and trace by the two equations, solved by hand."""
+    n, traces, signals = comm.size, [], []
+    for own in gradients:
+        large = ((comm.all_reduce(own) / n).norm() ** 2).item()
+        small = comm.all_reduce(own.norm().square().view(1)).item() / n
+        signals.append((n * b * large - b * small) / (n * b - b))
+        traces.append((small - large) / (1 / b - 1 / (n * b)))
+    return np.mean(traces) / np.mean(signals)
 
 
 # ── SGD for large batches ────────────────────────────────────────────────────────────────────────
@@ -147,23 +207,74 @@ class _Factor:
         self.t += 1
 
 
+class _InPlace(_Gradients):
+    """Each micro-batch with its decay, added up with a weight."""
+
+    def step(self, gradients):
+        mean = torch.zeros_like(self.w)
+        for each in gradients:
+            mean.add_(each + self.decay * self.w, alpha=1 / self.k)
+        share = min(self.t / self.warm, 1) if self.warm else 1
+        self.u = mean + 0.9 * self.u
+        self.w.sub_(self.u, alpha=self.lr * (1 + share * (self.k - 1)))
+        self.t += 1
+
+
+class _Remembers(_Gradients):
+    """No velocity: all gradients since the start, and powers of 0.9."""
+
+    def step(self, gradients):
+        self.past = [*getattr(self, "past", []), sum(gradients) / self.k + self.decay * self.w]
+        share = 1 if self.t >= self.warm else self.t / self.warm
+        total = sum(0.9**age * each for age, each in enumerate(reversed(self.past)))
+        self.w.copy_(self.w - (self.lr + share * (self.k - 1) * self.lr) * total)
+        self.t += 1
+
+
+class _RateOfBefore:
+    """The rate of the step before is asked for again."""
+
+    def __init__(self, w, lr, k, decay=0.0, warm=0):
+        self.w, self.lr, self.k, self.decay, self.warm = w, lr, k, decay, warm
+        self.velocity, self.t = torch.zeros_like(w), 0
+
+    def rate(self, t):
+        return self.lr * (1 + (min(t / self.warm, 1) if self.warm else 1) * (self.k - 1))
+
+    def step(self, gradients):
+        rate, before = self.rate(self.t), self.rate(max(self.t - 1, 0))
+        gradient = torch.stack(gradients).mean(0) + self.decay * self.w
+        self.velocity = 0.9 * self.velocity * (rate / before) + rate * gradient
+        self.w[:] = self.w - self.velocity
+        self.t += 1
+
+
 RIGHT = {
     "scaling/recipe": {
         "written out": _plain,
         "NumPy, in a list": _numpy,
         "a table": _table,
         "the decay of an epoch": _per_epoch,
+        "where": _where,
+        "added up": _added_up,
+        "an object": _object,
     },
     "scaling/noise-on-ranks": {
         "sums": _loop,
         "one message": _at_once,
         "variance": _variance,
         "products of ranks": _distances,
+        "two messages": _two_messages,
+        "the library's": _library,
+        "two equations": _lists,
     },
     "scaling/bug-hunt": {
         "torch's": _Torch,
         "gradients kept": _Gradients,
         "absorbed": _Absorbed,
         "over its rate": _Factor,
+        "in place": _InPlace,
+        "all gradients": _Remembers,
+        "the rate of before": _RateOfBefore,
     },
 }

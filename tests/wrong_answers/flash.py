@@ -188,6 +188,127 @@ def _blind_rows_of_tiles(
     return out, lse
 
 
+def _sum_not_rescaled(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    """The output is converted, and the sum is not."""
+    top, total, out = torch.tensor(-1e300, dtype=torch.float64), 0.0, 0.0
+    for scores, values in blocks:
+        new = torch.maximum(top, scores.max())
+        weights = (scores - new).exp()
+        total, out = total + weights.sum(), out * (top - new).exp() + weights @ values
+        top = new
+    return out / total, top + total.log()
+
+
+def _divided_twice(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    """After each block, and at the end."""
+    top, total, out = torch.tensor(-1e300, dtype=torch.float64), 0.0, 0.0
+    for scores, values in blocks:
+        new = torch.maximum(top, scores.max())
+        weights, factor = (scores - new).exp(), (top - new).exp()
+        total = total * factor + weights.sum()
+        out = (out * factor + weights @ values) / total
+        top = new
+    return out / total, top + total.log()
+
+
+def _of_the_last_block(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    """lse with the maximum of the last block."""
+    seen = []
+    out, lse = flash.online((seen.append(scores.max()) or scores, v) for scores, v in blocks)
+    return out, lse - max(seen) + seen[-1]
+
+
+def _sum_itself(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    out, lse = flash.online(blocks)
+    return out, lse.exp()
+
+
+def _never_zero(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    """A small number is added to what the output is divided by."""
+    top, total, out = torch.tensor(-1e300, dtype=torch.float64), 0.0, 0.0
+    for scores, values in blocks:
+        new = torch.maximum(top, scores.max())
+        weights, factor = (scores - new).exp(), (top - new).exp()
+        total, out = total * factor + weights.sum(), out * factor + weights @ values
+        top = new
+    return out / (total + 1e-8), top + total.log()
+
+
+def _keeps_scores(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    """Values are forgotten, scores are kept for the end."""
+    out, lse, kept = None, None, []
+    for scores, values in blocks:
+        kept.append(scores)
+        part = scores.softmax(0).nan_to_num(0) @ values, scores.logsumexp(0)
+        out, lse = part if out is None else flash.merge(out, lse, *part)
+    return out, torch.cat(kept).logsumexp(0)
+
+
+def _shares_of_lse(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    share = (lse1 / (lse1 + lse2))[..., None]
+    return share * o1 + (1 - share) * o2, torch.logaddexp(lse1, lse2)
+
+
+def _over_rows(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """A softmax over the queries."""
+    shares = torch.stack([lse1, lse2]).softmax(-1)[..., None]
+    return shares[0] * o1 + shares[1] * o2, torch.logaddexp(lse1, lse2)
+
+
+def _guarded(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """A small number keeps the division from 0."""
+    top = torch.maximum(lse1, lse2).nan_to_num(neginf=0.0)
+    w1, w2 = (lse1 - top).exp()[..., None], (lse2 - top).exp()[..., None]
+    return (w1 * o1 + w2 * o2) / (w1 + w2 + 1e-8), torch.logaddexp(lse1, lse2)
+
+
+def _lowest(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Finite in a row without keys: the lowest number, and not −∞."""
+    lowest = torch.finfo(lse1.dtype).min
+    out, lse = flash.merge(o1, lse1, o2, lse2)
+    return out, lse.clamp_min(lowest)
+
+
+def _at_once(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: int) -> tuple[Tensor, Tensor]:
+    return flash.plain(q, k, v, causal=causal)
+
+
+def _all_tiles(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, block_q: int, block_k: int
+) -> tuple[Tensor, Tensor]:
+    """No way out of the loop: tiles of mask alone are computed and add nothing."""
+    outs, before = [], k.shape[2] - q.shape[2]
+    for top in range(0, q.shape[2], block_q):
+        rows, state = q[:, :, top : top + block_q], None
+        for left in range(0, k.shape[2], block_k):
+            at = slice(left, left + block_k)
+            mask = dict(causal=True, offset=before + top - left) if causal else {}
+            part = flash.plain(rows, k[:, :, at], v[:, :, at], **mask)
+            state = part if state is None else flash.merge(*state, *part)
+        outs.append(state)
+    return tuple(torch.cat(parts, 2) for parts in zip(*outs, strict=True))
+
+
+def _offset_at_least_0(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    """Queries that come before every key see the first one."""
+    if options["causal"]:
+        return flash.plain(q, k, v, causal=True, offset=max(0, k.shape[2] - q.shape[2]))
+    return flash.plain(q, k, v)
+
+
+def _last_row_alone(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    """A special case for one query, which sees everything."""
+    if q.shape[2] == 1:
+        return flash.plain(q, k, v)
+    return exercises.buggy_attention(q, k, v, **options)
+
+
+def _one_too_far(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    if options["causal"]:
+        return flash.plain(q, k, v, causal=True, offset=k.shape[2] - q.shape[2] + 1)
+    return flash.plain(q, k, v)
+
+
 WRONG = {
     "flash/online-softmax": (
         Wrong("in float32", _in_float32, "the maximum comes first", "float32 on the way"),
@@ -239,6 +360,12 @@ WRONG = {
             "the first maximum for ever", _first_maximum, "huge scores", "not the largest for ever"
         ),
         Wrong("collects the blocks", _collect, "blocks are forgotten", "the block itself"),
+        Wrong("the sum is not rescaled", _sum_not_rescaled, "a larger maximum comes later", "so far"),
+        Wrong("divided twice", _divided_twice, "the maximum comes first", "divided once"),
+        Wrong("the last block's maximum", _of_the_last_block, "the log-sum-exp", "maximum + log"),
+        Wrong("the sum and not its log", _sum_itself, "the log-sum-exp", "maximum + log"),
+        Wrong("a small number added", _never_zero, "the maximum comes first", "add nothing"),
+        Wrong("keeps the scores", _keeps_scores, "blocks are forgotten", "the block itself"),
     ),
     "flash/merge": (
         Wrong("in float32", _shares_in_float32, "outputs", "float32 on the way"),
@@ -253,6 +380,10 @@ WRONG = {
         Wrong("log of 0 for lse", _log_of_nothing, "gradients", "no log of 0"),
         Wrong("a detached lse returned", _lse_detached, "gradients", "the one you return"),
         Wrong("detached weights", _detached, "gradients", "lse needs its gradient"),
+        Wrong("shares of lse", _shares_of_lse, "outputs", "exp(its lse)"),
+        Wrong("a softmax over queries", _over_rows, "outputs", "row by row"),
+        Wrong("a guarded division", _guarded, "outputs", "add nothing"),
+        Wrong("the lowest number", _lowest, "parts without keys", "0 and −inf"),
     ),
     "flash/causal-hunt": (
         Wrong(
@@ -277,5 +408,10 @@ WRONG = {
         Wrong("a query does not see itself", _strict, "as many queries as keys", "0 … i"),
         Wrong("NaN where no key is seen", _blind_nan, "more queries than keys", "without a NaN"),
         Wrong("causal is not asked", _always_causal, "without a mask", "sees every key"),
+        Wrong("all scores at once", _at_once, "still in tiles", "the scores exist again"),
+        Wrong("tiles of mask", _all_tiles, "still in tiles", "leave the loop"),
+        Wrong("no offset below 0", _offset_at_least_0, "more queries than keys", "before every key"),
+        Wrong("one query is special", _last_row_alone, "new tokens after a cache", "key 0 alone"),
+        Wrong("one key too far", _one_too_far, "as many queries as keys", "0 … i"),
     ),
 }

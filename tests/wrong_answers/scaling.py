@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 from torch import Tensor
@@ -61,6 +61,21 @@ def _of_the_words(optimizer: str, lr: float, decay: float, k: float, steps: int)
     """A table of rules in which RMSProp is no adaptive optimizer."""
     ratio = {"adam": k**0.5}.get(optimizer, k)
     return (lambda t: min(lr + t * (ratio - 1) * lr / (5 * steps), ratio * lr)), decay * k / ratio
+
+
+def _warmed(share: Callable[[int, float, int], float]) -> Callable:
+    """The right rates, but for how far the warm-up is: a function of t, k and steps."""
+
+    def attempt(optimizer: str, lr: float, decay: float, k: float, steps: int) -> tuple:
+        ratio = k if optimizer == "sgd" else k**0.5
+        return (lambda t: lr + share(t, k, steps) * (ratio - 1) * lr), decay * k / ratio
+
+    return attempt
+
+
+def _a_number(optimizer: str, lr: float, decay: float, k: float, steps: int) -> tuple:
+    ratio = k if optimizer == "sgd" else k**0.5
+    return ratio * lr, decay * k / ratio
 
 
 def _terms(
@@ -220,6 +235,83 @@ def _of_lengths(sign: int, quiet: bool, gradients: list[Tensor], b: int, comm: w
     return fmean(trace) / fmean(signal)
 
 
+def _on_rank_0(gradients: list[Tensor], b: int, comm: world.Comm) -> float | None:
+    found = _noise()(gradients, b, comm)
+    return found if comm.rank == 0 else None
+
+
+def _of_all_examples(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    """b taken for the examples of all ranks."""
+    return _noise()(gradients, b * comm.size, comm)
+
+
+def _median(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    return median(_noise()([own], b, comm) for own in gradients)
+
+
+def _seeds_averaged(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    """Seeds taken for more examples of one gradient."""
+    return _noise()([torch.stack(gradients).mean(0)], b, comm)
+
+
+def _of_the_small(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    """|G|² is what the small batch has."""
+    found = []
+    for own in gradients:
+        small, large = _terms(own, b, comm, summed=False, alone=False, added=False)
+        found.append((scaling.estimate_spread(small, large, b, comm.size * b).trace, small))
+    return fmean(trace for trace, _ in found) / fmean(small for _, small in found)
+
+
+def _root(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    return math.sqrt(_noise()(gradients, b, comm))
+
+
+class _DecayOverK(LargeBatchSGD):
+    """The mean takes the decay with it."""
+
+    def step(self, gradients: list[Tensor]) -> None:
+        less = (1 - 1 / self.k) * self.decay * self.w
+        super().step([each - less for each in gradients])
+
+
+class _Dampened(LargeBatchSGD):
+    """The velocity as a running mean."""
+
+    def step(self, gradients: list[Tensor]) -> None:
+        super().step([0.1 * (each + self.decay * self.w) - self.decay * self.w for each in gradients])
+
+
+class _FirstRate(LargeBatchSGD):
+    """Corrected by new rate / first rate."""
+
+    def step(self, gradients: list[Tensor]) -> None:
+        self.last = self.lr
+        super().step(gradients)
+
+
+class _AfterTheSum(LargeBatchSGD):
+    """The correction takes in the new gradient."""
+
+    def step(self, gradients: list[Tensor]) -> None:
+        rate, before = self.rate(), self.last or self.rate()
+        gradient = sum(gradients) / self.k + self.decay * self.w
+        self.velocity = (0.9 * self.velocity + rate * gradient) * (rate / before)
+        self.w -= self.velocity
+        self.last, self.step_number = rate, self.step_number + 1
+
+
+class _StepForEach(LargeBatchSGD):
+    """The velocity turns over once for each micro-batch."""
+
+    def step(self, gradients: list[Tensor]) -> None:
+        for each in gradients:
+            gradient = (each + self.decay * self.w) / self.k
+            self.velocity = 0.9 * self.velocity + self.rate() * gradient
+        self.w -= self.velocity
+        self.step_number += 1
+
+
 WRONG = {
     "scaling/recipe": (
         Wrong("linear for all", _recipe(power=lambda _: 1.0), "the rule", "linear rule is SGD's"),
@@ -251,6 +343,15 @@ WRONG = {
         Wrong("per epoch", _recipe(by_epoch=True), "every iteration", "once per epoch"),
         Wrong("five iterations", _recipe(short=True), "every iteration", "five *iterations*"),
         Wrong("four epochs", _recipe(epochs=4), "every iteration", "The increment is"),
+        Wrong("the small batch's iterations", _warmed(lambda t, k, n: min(t / (5 * n * k), 1)),
+              "the rule", "It still changes"),
+        Wrong("eight epochs", _recipe(epochs=8), "the rule", "It still changes"),
+        Wrong("never ends", _warmed(lambda t, k, n: t / (5 * n)), "the rule", "It still changes"),
+        Wrong("falls behind it", _warmed(lambda t, k, n: min(t / (5 * n), 2 - t / (5 * n))),
+              "the rule", "It still changes"),
+        Wrong("one short", _warmed(lambda t, k, n: min(t / (5 * n - 1), 1)),
+              "every iteration", "The increment is"),
+        Wrong("a number", _a_number, "the rule", "Return a function"),
     ),
     "scaling/noise-on-ranks": (
         Wrong("biased |G|²", _noise(biased=True), "value", "|G|² is biased"),
@@ -266,6 +367,12 @@ WRONG = {
         Wrong("large less small", partial(_of_lengths, -1, False), "value", "longer gradients"),
         Wrong("no noise left", partial(_of_lengths, 1, True), "value", "has noise as well"),
         Wrong("the last seed alone", _last_seed, "value", "last seed"),
+        Wrong("on one rank", _on_rank_0, "value", "Every rank"),
+        Wrong("examples of all ranks", _of_all_examples, "value", "Too large by"),
+        Wrong("the small batch's |G|²", _of_the_small, "value", "|G|² is biased"),
+        Wrong("the median", _median, "value", ""),
+        Wrong("seeds averaged", _seeds_averaged, "value", ""),
+        Wrong("the root", _root, "value", "the root of"),
         Wrong("reduced twice", _double, "bytes sent", "beside it one number"),
         Wrong("all gradients to all ranks", _gathers, "bytes sent", "beside it one number"),
     ),
@@ -284,5 +391,10 @@ WRONG = {
         Wrong("AdamW's decay", partial(_Torch, adamw=True), "weight decay", "AdamW's"),
         Wrong("from 0", _sgd(start=1e-12), "while the rate grows", "begins at 0"),
         Wrong("one early", _sgd(shift=1), "while the rate grows", "second rate"),
+        Wrong("the decay over k", _DecayOverK, "weight decay", "goes elsewhere"),
+        Wrong("dampened", _Dampened, "one micro-batch", "goes elsewhere"),
+        Wrong("over the first rate", _FirstRate, "several micro-batches", "goes elsewhere"),
+        Wrong("after the sum", _AfterTheSum, "while the rate grows", "goes elsewhere"),
+        Wrong("a turn for each", _StepForEach, "several micro-batches", "goes elsewhere"),
     ),
 }

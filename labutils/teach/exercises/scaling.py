@@ -6,6 +6,7 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +45,7 @@ def _answered(attempt: Callable, recipe: tuple) -> tuple[list[float], float, str
     rates = []
     for t in range(7 * steps):
         rate = found[0](t)
-        if not isinstance(rate, Real | Tensor):
+        if not isinstance(rate, Real | Tensor | np.ndarray):
             raise Failed(f"{case}: at iteration {t} the rate is {rate!r}", "Return a number.")
         rates.append(float(rate))
     return rates, float(found[1]), case
@@ -75,7 +76,9 @@ def _peak(attempt: Callable) -> str:
             (words for value, words in usually.items() if _near(rates[-1], value)),
             "After the warm-up: k·lr for SGD, √k·lr for the others.",
         )
-        raise Failed(f"{case}: after the warm-up {rates[-1]:.4g}, not {right:.4g}", hint)
+        if rates[-1] != rates[-2]:
+            hint = "It still changes: after five epochs of `steps` iterations the rate is constant."
+        raise Failed(f"{case}: after seven epochs {rates[-1]:.4g}, not {right:.4g}", hint)
     return f"{len(_RECIPES)} recipes"
 
 
@@ -173,11 +176,17 @@ _FORMS = "each rank must call all_reduce equally often"
 
 
 def _found(attempt: Callable, n: int, b: int) -> list[float]:
-    def program(rank: world.Rank) -> float:
+    def program(rank: world.Rank) -> float | None:
         own = [gradient.clone() for gradient in _gradients(n, b)[rank.rank]]
-        return float(attempt(own, b, rank.comm("dp")))
+        found = attempt(own, b, rank.comm("dp"))
+        return None if found is None else float(found)
 
-    return _ranks.run(n, f"{_ranks.count(n)}, b = {b}", program, f"Deadlock: {_FORMS}.")
+    case = f"{_ranks.count(n)}, b = {b}"
+    every = _ranks.run(n, case, program, f"Deadlock: {_FORMS}.")
+    if None in every:
+        at = every.index(None)
+        raise Failed(f"{case}: rank {at} returns None", "Every rank returns the number.")
+    return every
 
 
 def _slips(n: int, b: int) -> list[tuple[float, str]]:
@@ -203,6 +212,12 @@ def _slips(n: int, b: int) -> list[tuple[float, str]]:
          "ranks, and all_reduce sums: divide by N."),
         (ranks_alone.mean() / (small - ranks_alone).mean(), "Counted in ranks, not in examples: "
          "each rank's gradient is that of b examples."),
+        (trace.mean() / small.mean(), "|G|² is biased: the small batch's |g|² still holds tr Σ / b "
+         "of noise. Subtract it."),
+        (trace.mean() / signal.mean() * n, "Too large by the number of ranks: each rank's gradient "
+         "is that of b examples, and the mean of all that of N·b."),
+        ((trace.mean() / signal.mean()).sqrt(), "That is the root of the noise scale: lengths are "
+         "squared in tr Σ and in |G|²."),
         (trace.mean() / signal.mean() / n, "Too small by the number of ranks."),
         (trace.mean() / signal.mean() / b, "Counted in ranks, not in examples: each rank's "
          "gradient is that of b examples."),
