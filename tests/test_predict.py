@@ -77,7 +77,6 @@ FOUND = {
     "a frozen tied end": (("1F1B", "tied"), dict(frozen=("tokens*",))),
     "dropout": (("1F1B", "tp + sp"), dict(dropout=0.1)),
     "a key–value head on two ranks": (("tp + sp",), dict(num_kv_heads=1)),
-    "two on four": (("tp",), dict(tp=4)),
 }
 
 
