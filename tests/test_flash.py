@@ -521,6 +521,12 @@ def test_views_move_nothing():
     )  # the reshape alone has to copy
 
 
+def test_a_cast_moves_what_it_says():
+    x, seen = torch.randn(4, 4), []
+    assert flash.moved(lambda: seen.append(x.to(dtype=torch.float64))).total == 16 * (4 + 8)
+    assert torch.equal(seen[0], x.double())
+
+
 def test_the_roof():
     roof = flash.Roof("toy", 100.0, 10.0)
     assert (

@@ -61,10 +61,17 @@ def test_the_table_the_rows_and_the_reasons(capsys):
     status, out, err = run(capsys, f"{BASE} --tokens 15e12 --price 2 --explain --top 4")
     assert status == 0 and not err and "90% of the device" in out and "GPU-hours" in out
     assert "ZeRO-2, ZeRO-3: assuming" in out and "1 node more: step" in out
-    marked = [line[3] for line in out.splitlines() if "ZeRO-" in line and line[:3].strip().isdigit()]
+    assert "16 GPUs do not divide a batch of 122 sequences: of 128 (--batch-tokens 1048576)" in out
+    lines = [line for line in out.splitlines() if "ZeRO-" in line and line[:3].strip().isdigit()]
     rows = json.loads(run(capsys, f"{BASE} --tokens 15e12 --price 2 --json --top 4")[1])
     least = min(row["step_seconds"] for row in rows)
+    marked = [line[3] for line in lines]
     assert marked == [" ="[row["step_seconds"] <= 1.03 * least] for row in rows] and "=" in marked
+    for line, row in zip(lines, rows, strict=True):
+        told = [float(word.strip("%")) for word in line[4:].replace(",", "").split()[:5]]
+        names = "step_seconds", "peak_bytes", "mfu", "tokens_per_second_and_gpu", "days"
+        exact = dict(row, peak_bytes=row["peak_bytes"] / 1e9, mfu=100 * row["mfu"]["causal"])
+        assert told == [pytest.approx(exact[name], rel=5e-3) for name in names]
     assert rows[0]["gpu_hours"] == pytest.approx(16 * 24 * rows[0]["days"])
     assert rows[0]["cost"] == pytest.approx(2 * rows[0]["gpu_hours"])
     assert len(rows) == 4 and sum(rows[0]["seconds"].values()) == pytest.approx(
@@ -81,6 +88,8 @@ def test_the_table_the_rows_and_the_reasons(capsys):
     status, out, _ = run(capsys, f"{BASE} --plan {row}")
     assert status == 0 and "optimizer · rank 0" in out and "bubble" in out
     assert out.startswith(plans.text_of(deep) + "\n")
+    shares = [float(share) for share in re.findall(r" s +([\d.]+)%", out)]
+    assert len(shares) > 3 and sum(shares) == pytest.approx(100, abs=0.5)
     assert all(f"rank {i} of {deep.pp} of the pipeline" in out for i in (0, 1, deep.pp - 1))
     slow = command.options().parse_args([*BASE.split(), "--between", "25GB/s"])
     assert command.asked(slow).cluster.between == 25e9
