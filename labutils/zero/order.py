@@ -52,7 +52,12 @@ def step_timeline(
     tasks: list[clock.Task] = []
     computed: list[clock.Task] = []  # the last one
     here: dict[int, list[clock.Task]] = {}
+    units.instance(order, Iterable, "step_timeline")
     for what, i in order:
+        if what not in (*rings, "forward", "backward", "free") or not 0 <= i < len(layers):
+            known = "gather, forward, free, backward and reduce"
+            told = f"an order names {known} of layers 0 … {len(layers) - 1}"
+            raise ValueError(f"{told}, got {(what, i)!r}: zero.unit_order({len(layers)}) is one")
         nbytes, seconds = layers[i][0], units.positive(layers[i][1], "seconds", or_zero=True)
         name = f"layer {i}"
         if what in rings:
