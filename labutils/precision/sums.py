@@ -105,6 +105,7 @@ def cross_entropy(
     fp32. The gradient is what a kernel computes that keeps the denominator: p − y, with p the terms
     over that sum, so these p need not add up to 1.
 
+    Raises IndexError for a target that is no word, ValueError where not each row has one.
     Invariant: in fp32 it is torch's cross-entropy, up to the order of summation.
     Source: sums in fp32, softmax's by name: Micikevicius et al. 1710.03740, section 3.3.
     """

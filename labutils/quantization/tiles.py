@@ -246,6 +246,8 @@ def pack_codes(codes: Tensor, bits: int) -> UInt8[Tensor, " nbytes"]:
 
     >>> pack_codes(torch.tensor([0b101, 0b011, 0b111]), 3).tolist() == [0b10101111, 0b10000000]
     True
+
+    Raises ValueError for what is no code of so many bits.
     """
     bits = units.whole(bits, "bits", 1)
     valued = not (codes.is_meta or isinstance(codes, FakeTensor))

@@ -47,6 +47,8 @@ def step_timeline(
     >>> order = unit_order(2)
     >>> [step_timeline(order, [(1000, t)] * 2, n=2, link=Link(0, 500)).exposed for t in (1.0, 0.5)]
     [2.0, 2.5]
+
+    Raises ValueError for what no order names, and for a layer that is not there.
     """
     rings = {"gather": "all_gather_ring", "reduce": "reduce_scatter_ring"}
     tasks: list[clock.Task] = []
