@@ -34,6 +34,7 @@ class Task:
     rank: int = 0
 
     def __post_init__(self) -> None:
+        units.instance(self.lane, Hashable, "lane of a Task")
         units.positive_fields(self, "seconds", or_zero=True)
         units.instance(self.after, Sequence, "after of a Task")
 

@@ -375,6 +375,10 @@ def _check_encoding(x: object, mode: str, overflow: str, random: object) -> None
         raise TypeError(f"mode='stochastic' needs random=random.Random(seed), got {random!r}")
     if not hasattr(x, "as_integer_ratio"):
         raise TypeError(f"cannot encode {x!r} ({type(x).__name__}): pass an int, float or Fraction")
+    try:
+        float(x)  # type: ignore[arg-type]  # it has a ratio
+    except OverflowError:
+        raise ValueError(f"cannot encode {x!r:.20}…, beyond every format: pass math.inf") from None
 
 
 def _exponent(x: Real) -> int:

@@ -257,13 +257,9 @@ class RankStep:
         Raises ValueError for another number of sequences than global_batch, or of targets.
         """
         batch = self.train.global_batch
-        for side in (tokens, targets):
-            check_tokens("share", side)
+        _check_sides("share", tokens, targets)
         if len(tokens) != batch:
             raise ValueError(f"these are {len(tokens)} sequences: give global_batch={batch}")
-        if tokens.shape != targets.shape:
-            shapes = f"tokens of shape {tuple(tokens.shape)}, targets of {tuple(targets.shape)}"
-            raise ValueError(f"{shapes}: give each token its target")
         return self._cut_batch(tokens, targets)
 
     def _cut_batch(self, tokens: Tensor, targets: Tensor) -> list[Batch]:
@@ -297,6 +293,7 @@ class RankStep:
     def evaluate(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean loss over all targets of a batch of any size, which all ranks have whole; the
         same on all ranks. Nothing is trained."""
+        _check_sides("evaluate", tokens, targets)
         short = -len(tokens) % (self.train.micro_batch * self.rank.mesh.dp)
         tokens = torch.cat([tokens, tokens[:1].expand(short, -1)])
         none = torch.full_like(targets[:1], IGNORED).expand(short, -1)
@@ -442,6 +439,14 @@ def _average(parameters: Sequence[nn.Parameter], comm: Comm) -> None:
 
 
 # ── what does not go together ─────────────────────────────────────────────────────────────────────
+
+
+def _check_sides(call: str, tokens: Tensor, targets: Tensor) -> None:
+    for side in (tokens, targets):
+        check_tokens(call, side)
+    if tokens.shape != targets.shape:
+        shapes = f"tokens of shape {tuple(tokens.shape)}, targets of {tuple(targets.shape)}"
+        raise ValueError(f"{shapes}: give each token its target")
 
 
 def check_plan(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> None:

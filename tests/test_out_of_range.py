@@ -29,10 +29,12 @@ from labutils import (
     floats,
     huggingface,
     ledger,
+    lora,
     memory,
     model,
     pipeline,
     planner,
+    precision,
     predict,
     quantization,
     randomness,
@@ -336,6 +338,14 @@ def deep(layers):
     return dataclasses.replace(MODEL, num_layers=layers)
 
 
+EXPERTS = dataclasses.replace(MODEL, num_experts=2)
+
+
+def routed(**wrong):
+    how = dict(flops=1.0, link=LINK) | wrong
+    return expert_parallel.routed_timeline(EXPERTS, [[4, 0], [2, 2]], **how)
+
+
 def one_op(*op):
     return schedule.Schedule("mine", ((schedule.Op(*op),),), ((0,),), 1)
 
@@ -414,6 +424,58 @@ TIRED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: checkpointing.frontier([]), TypeError, "frontier takes a Costs, got []"),
     (lambda: checkpointing.smallest_budget(checkpointing.Costs.uniform(3000)), ValueError, "the pieces of n=3000 stages are 9,000,000: at most 1,000,000 can be written down: join"),
     (lambda: checkpointing.segments(4, 2).on(None), TypeError, "Reversal.on takes a Costs, got None"),
+    (lambda: quantization.quantized_bytes((-4, 4), "int8"), ValueError, "a size of shape must be at least 1, got -4"),
+    (lambda: quantization.pack_codes(torch.tensor([20]), 4), ValueError, "codes of 4 bits, at most 8, are what these are not: give whole numbers from 0 to 15"),
+    (lambda: quantization.pack_codes(torch.tensor([-1]), 4), ValueError, "give whole numbers from 0 to 15"),
+    (lambda: quantization.pack_codes(torch.tensor([1.0]), 4), ValueError, "give whole numbers from 0 to 15"),
+    (lambda: quantization.pack_codes(torch.tensor([1]), 9), ValueError, "codes of 9 bits, at most 8"),
+    (lambda: quantization.unpack_codes(torch.zeros(2, dtype=torch.uint8), 3, 6), ValueError, "count=6: 2 bytes have 5 codes of 3 bits"),
+    (lambda: quantization.to_blocks(LOGITS, block=0), ValueError, "block must be at least 1, got 0"),
+    (lambda: quantization.from_blocks(quantization.to_blocks(LOGITS), (2, 3), block=0), ValueError, "block must be at least 1, got 0"),
+    (lambda: quantization.from_nf4(quantization.to_nf4(LOGITS), (2, 3), torch.int8), TypeError, "from_nf4 gives floating-point numbers, got torch.int8"),
+    (lambda: quantization.hessian(LOGITS, damping=-1), ValueError, "damping must be a finite number of at least 0, got -1"),
+    (lambda: quantization.kashin(torch.ones(4), torch.eye(4), -1), ValueError, "pairs must be at least 0, got -1"),
+    (lambda: quantization.keeping(-1, abs), ValueError, "count must be at least 0, got -1"),
+    (lambda: quantization.rotation(0), ValueError, "h must be at least 1, got 0"),
+    (lambda: quantization.tile_amax(LOGITS, (0, 1)), ValueError, "a side of tile must be at least 1, got 0"),
+    (lambda: quantization.Int8Linear(torch.nn.Linear(2, 2), math.nan), ValueError, "limit must be a finite number of at least 0, got nan"),
+    (lambda: quantization.Adam8(NET.parameters(), smallest=None), TypeError, "smallest must be a whole number, got None"),
+    (lambda: expert_parallel.balanced(None, 4), TypeError, "balanced takes a ModelConfig, got None"),
+    (lambda: expert_parallel.routed_sent(EXPERTS, []), ValueError, "of as many ranks in each layer, got []"),
+    (lambda: expert_parallel.routed_sent(EXPERTS, [[[1, 2], [3]]]), ValueError, "of each rank counts has the visits to 2 experts, got [[1, 2], [3]]"),
+    (lambda: expert_parallel.routed_sent(EXPERTS, [[[1, -2]]]), ValueError, "visits of an expert must be at least 0, got -2"),
+    (lambda: routed(flops=0), ValueError, "flops must be a finite number above 0, got 0"),
+    (lambda: routed(link=None), TypeError, "routed_timeline takes a Link, got None"),
+    (lambda: routed(chunks=0), ValueError, "chunks must be at least 1, got 0"),
+    (lambda: context_parallel.layout(8, 2).join([torch.zeros(2, 4), torch.zeros(2, 3)]), ValueError, "each rank has 4 of s=8 tokens, got [4, 3]"),
+    (lambda: context_parallel.layout(10**6, 10**5).grid(), ValueError, "meetings of 200000 chunks are 40,000,000,000: at most"),
+    (lambda: context_parallel.least_tokens(0, 1), ValueError, "flops must be a finite number above 0, got 0"),
+    (lambda: context_parallel.least_tokens(1, 1, groups=0), ValueError, "groups must be a finite number above 0, got 0"),
+    (lambda: context_parallel.ring_timeline(None, 2, flops=1.0, link=LINK), TypeError, "ring_timeline takes a ModelConfig, got None"),
+    (lambda: context_parallel.ring_timeline(MODEL, 10**6, flops=1.0, link=LINK), ValueError, "steps of a ring of n=1000000 are 1,000,000,000,000: at most 1,000,000"),
+    (lambda: context_parallel.kv_heads(4, 4, 0), ValueError, "n must be at least 1, got 0"),
+    (lambda: tensor_parallel.styles(None), TypeError, "styles takes a ModelConfig, got None"),
+    (lambda: zero.step_timeline([("push", 0)], [(8, 1.0)], n=2, link=LINK), ValueError, "of layers 0 … 0, got ('push', 0): zero.unit_order(1) is one"),
+    (lambda: zero.step_timeline(zero.unit_order(2), [(8, 1.0)], n=2, link=LINK), ValueError, "of layers 0 … 0, got ('gather', 1): zero.unit_order(1) is one"),
+    (lambda: zero.save("/none/here", [], None), ValueError, "a snapshot has a module, or several, got none: give the stages"),
+    (lambda: schedule.simulate(schedule.gpipe(2, 2)).peak(7), ValueError, "rank=7 is none of p=2: use 0 … 1"),
+    (lambda: schedule.simulate(schedule.gpipe(2, 2)).busy(-1), ValueError, "rank must be at least 0, got -1"),
+    (lambda: schedule.gpipe(2, 2).peak(2), ValueError, "rank=2 is none of p=2: use 0 … 1"),
+    (lambda: schedule.bubble("gpipe", 2, 2, 3), TypeError, "bubble takes a Durations, got 3"),
+    (lambda: schedule.Board(None), TypeError, "Board takes a Schedule, got None"),
+    (lambda: schedule.whole_step(None, []), TypeError, "whole_step takes a Schedule, got None"),
+    (lambda: schedule.whole_step(schedule.gpipe(2, 2), []), ValueError, "gpipe has 2 stages, got the work of 0: give seconds of F and B for each"),
+    (lambda: pipeline.keep(GPT(MODEL), schedule.gpipe(2, 2), 9), ValueError, "rank=9 is none of p=2: use 0 … 1"),
+    (lambda: pipeline.keep(GPT(MODEL), None, 0), TypeError, "a rank's stages takes a Schedule, got None"),
+    (lambda: pipeline.actions(schedule.gpipe(2, 2), 9), ValueError, "rank=9 is none of p=2: use 0 … 1"),
+    (lambda: pipeline.joined(schedule.gpipe(2, 2), []), ValueError, "gpipe has 2 ranks, got the runs of 0: give what pipeline.run returned"),
+    (lambda: clock.Task([], 1.0), TypeError, "lane of a Task takes a Hashable, got []"),
+    (lambda: lora.trainable(None, rank=2), TypeError, "parts takes a ModelConfig, got None"),
+    (lambda: lora.targets(MODEL, None), TypeError, "targets takes a tuple, got None"),
+    (lambda: precision.cross_entropy(LOGITS, torch.tensor([0, 3]), "bf16"), IndexError, "target 3 is not in the vocabulary of 3 words"),
+    (lambda: floats.named("bf16").encode(10**400), ValueError, "cannot encode 10000000000000000000…, beyond every format: pass math.inf"),
+    (lambda: planner.configure(target=10**30, seq_len=4, gpus=8, fits=bool), ValueError, "at most 10,000,000 can be written down: use more GPUs"),
+    (lambda: precision.LossScaler(growth_interval=0), ValueError, "growth_interval must be at least 1, got 0"),
 ]  # fmt: skip
 
 # Where annotations are enforced, jaxtyping is the first to refuse these.
@@ -426,6 +488,10 @@ PLAIN: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: flash.linear_cross_entropy(LOGITS, LOGITS, torch.tensor([0]), 1), ValueError, "got (2, 3) and (2, 3) and (1,)"),
     (lambda: flash.linear_cross_entropy(LOGITS, LOGITS, torch.zeros(2), 1), ValueError, "targets of torch.float32"),
     (lambda: flash.linear_cross_entropy(LOGITS[:0], LOGITS, torch.tensor([]).long(), 1), ValueError, "got (0, 3) and (2, 3) and (0,)"),
+    (lambda: precision.cross_entropy(LOGITS, torch.tensor([0]), "bf16"), ValueError, "a target for each row of logits, got (1,) for logits (2, 3)"),
+    (lambda: quantization.from_nf4(None, (64,), torch.float32), TypeError, "from_nf4 takes a Tensor, got None"),
+    (lambda: quantization.quantized_bytes(None, "int8"), TypeError, "quantized_bytes takes a tuple, got None"),
+    (lambda: quantization.Int8Linear(None), TypeError, "Int8Linear takes a Linear, got None"),
     (lambda: randomness.dropout(None, 0.1), TypeError, "dropout takes a Tensor, got None"),
 ]  # fmt: skip
 
@@ -437,15 +503,19 @@ def test_the_call_of_somebody_tired_is_refused_with_a_remedy(call, kind, told):
     assert told in str(caught.value)
 
 
+@pytest.mark.parametrize("call", ["share", "evaluate"])
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_step_refuses_tokens_and_targets_that_are_no_whole_numbers(side):
-    def program(rank):
+def test_a_step_refuses_tokens_and_targets_that_are_no_whole_numbers_or_not_as_many(side, call):
+    def program(rank, change):
         given = [torch.zeros(4, 4).long(), torch.zeros(4, 4).long()]
-        given[side] = given[side].double()
-        step.build(MODEL, TRAIN, config.Mesh())(rank).share(*given)
+        given[side] = change(given[side])
+        getattr(step.build(MODEL, TRAIN, config.Mesh())(rank), call)(*given)
 
-    with pytest.raises(RankError, match="share takes tokens .* got torch.float64"):
-        World(1, engine="dry").run(program, rank=0)
+    world = World(1, engine="dry")
+    with pytest.raises(RankError, match=f"{call} takes tokens .* got torch.float64"):
+        world.run(program, torch.Tensor.double, rank=0)
+    with pytest.raises(RankError, match="give each token its target|give global_batch=4"):
+        world.run(program, lambda x: x[:3], rank=0)
 
 
 if __name__ == "__main__":

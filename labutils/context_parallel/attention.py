@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from labutils import flash, precision
+from labutils import flash, precision, units
 from labutils.context_parallel.sequence import SequenceLayout, Tile, layout
 from labutils.flash.algorithms import SlowMemory, problem_of
 from labutils.world import Comm, Work
@@ -221,6 +221,7 @@ def kv_heads(a: int, g: int, n: int) -> int:
 
     Raises ValueError for heads that n ranks cannot share out.
     """
+    a, g, n = units.wholes(1, a=a, g=g, n=n)
     if a % n or (g % n and n % g):
         both = f"{a} heads and {g} key–value heads"
         raise ValueError(f"cp={n} does not share out {both}: use ring attention, or fewer ranks")

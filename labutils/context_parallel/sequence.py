@@ -77,6 +77,9 @@ class SequenceLayout:
         """The whole sequence, from what each rank has of it; ValueError for other than n shares."""
         if len(shares) != self.n:
             raise ValueError(f"there are {self.n} shares, got {len(shares)}: one from each rank")
+        if {share.shape[dim] for share in shares} != {self.s // self.n}:
+            got = [share.shape[dim] for share in shares]
+            raise ValueError(f"each rank has {self.s // self.n} of s={self.s} tokens, got {got}")
         chunks: dict[int, Tensor] = {}
         for rank, share in enumerate(shares):
             chunks |= zip(self.numbers(rank), share.split(self.chunk, dim), strict=True)
@@ -96,6 +99,8 @@ class SequenceLayout:
     def grid(self) -> dict[tuple[int, int], tuple[int, int]]:
         """Of each chunk of queries and of keys that the mask lets meet, the rank that computes it,
         and the step of the ring."""
+        pieces = self.s // self.chunk
+        units.writable(pieces**2, f"meetings of {pieces} chunks are", "take fewer ranks")
         has = {number: rank for rank in range(self.n) for number in self.numbers(rank)}
         return {
             (query, key): (has[query], (has[query] - has[key]) % self.n)

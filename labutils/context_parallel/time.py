@@ -1,5 +1,6 @@
 """When the ranks of a ring compute and when they send, if each step takes what its work takes."""
 
+from labutils import units
 from labutils.clock import Played, Task, play
 from labutils.config import Link, ModelConfig
 from labutils.context_parallel.sequence import layout
@@ -19,7 +20,8 @@ def least_tokens(
 
     Source: Liu et al. 2310.01889, section 3, without a mask: c ≥ F/B.
     """
-    return 2 * groups * flops / bandwidth / (1 if causal else 2)
+    flops, bandwidth = units.positive(flops, "flops"), units.positive(bandwidth, "bandwidth")
+    return 2 * units.positive(groups, "groups") * flops / bandwidth / (1 if causal else 2)
 
 
 def ring_timeline(
@@ -46,6 +48,10 @@ def ring_timeline(
     >>> ring_timeline(layer, 2, flops=32.0, link=Link(0, 128)).makespan
     18.0
     """
+    units.instance(model, ModelConfig, "ring_timeline")
+    units.instance(link, Link, "ring_timeline")
+    flops, n = units.positive(flops, "flops"), units.whole(n, "n", 1)
+    units.writable(n * n, f"steps of a ring of n={n} are", "take fewer ranks", most=10**6)
     a, g, d = model.letters("a g d")
     whole, tasks = layout(model.seq_len, n, kind), list[Task]()
     per_pair = 4 * a * d / flops

@@ -20,6 +20,7 @@ def balanced(model: ModelConfig, tokens: int) -> dict[type, int]:
 
     Raises ValueError where E does not divide T·k.
     """
+    units.instance(model, ModelConfig, "balanced")
     visits = units.whole(tokens, "tokens", 1) * model.top_k
     if visits % model.num_experts:
         how = f"{visits} visits over num_experts={model.num_experts}"
@@ -49,12 +50,15 @@ def routed_sent(
     Raises ValueError where the number of ranks does not divide the experts.
     """
     itemsize = units.whole(itemsize, "itemsize", 1)
-    n = len(counts[0])
+    tables = [_table(model, table) for table in counts]
+    if len({len(table) for table in tables}) != 1:
+        raise ValueError(f"counts are of as many ranks in each layer, got {counts!r:.60}")
+    n = len(tables[0])
     E = anatomy.letters(model, ep=n)["E"]  # of a rank; or an error that says what does not fit
     lines = []
     for i in range(n) if rank is None else (rank,):
         others, mine = set(range(n)) - {i}, slice(i * E, (i + 1) * E)
-        for table in counts:
+        for table in tables:
             there = sum(table[i]) - sum(table[i][mine])
             back = sum(sum(table[j][mine]) for j in others)
             ways = [("dispatch forward", there), ("combine forward", back)]
@@ -63,6 +67,15 @@ def routed_sent(
             for name, amount in (("counts", INDEX * E * (n - 1)), *amounts):
                 lines.append(Line(name, amount, axis="ep", rank=i, count=n - 1))
     return Ledger(line for line in lines if line.count).merged()
+
+
+def _table(model: ModelConfig, counts: Counts) -> list[list[int]]:
+    """Of each rank its visits to each expert, after checking that they are."""
+    units.instance(model, ModelConfig, "a routing")
+    table = [[units.whole(visits, "visits of an expert") for visits in row] for row in counts]
+    if {len(row) for row in table} != {E := model.num_experts}:
+        raise ValueError(f"of each rank counts has the visits to {E} experts, got {counts!r:.60}")
+    return table
 
 
 def routed_timeline(
@@ -91,7 +104,10 @@ def routed_timeline(
     >>> round(1e6 * one.makespan), round(1e6 * one.exposed)
     (3178, 261)
     """
-    n, table = len(counts), [list(row) for row in counts]
+    units.instance(link, Link, "routed_timeline")
+    itemsize, chunks = units.wholes(1, itemsize=itemsize, chunks=chunks)
+    flops = units.positive(flops, "flops")
+    n, table = len(counts), _table(model, counts)
     E = anatomy.letters(model, ep=n)["E"]
     each = {name: f for name, f in anatomy.token_flops(model).items() if "experts" in name}
     a_visit = sum(each.values()) / (model.num_layers * model.top_k) / flops

@@ -58,6 +58,8 @@ def passes(
 
     >>> passes(softmax, 1024, 1024).total / passes(softmax, 1024, 1024, fused=True).total
     4.001953125
+
+    Raises ValueError for another function.
     """
     if fn not in _PASSES:
         known = ", ".join(each.__name__ for each in _PASSES)
@@ -135,6 +137,8 @@ def one_pass(
 
     Whatever `fn` writes down in between stays in fast memory. Right for any function that treats
     each row on its own; `block` defaults to rows of 256 kB in all.
+
+    Raises ValueError for inputs of unlike shapes.
     """
     shapes = [tuple(x.shape) for x in inputs]
     if len(set(shapes)) != 1 or len(shapes[0]) != 2 or not inputs[0].numel():
@@ -193,6 +197,7 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(x, W, targets, rows=1)  # log 4
     tensor(1.3863)
 
+    Raises IndexError for a target that is no word, ValueError where not each row of x has one.
     Cost: three products of tokens × words × width, as without chunks; rows · words numbers in place
     of three times tokens · words. Source: Hsu et al. 2410.10989.
     """

@@ -25,8 +25,9 @@ def trainable(model: ModelConfig, *, rank: int, pattern: Pattern = "*") -> int:
 
     Source: Hu et al. 2106.09685, section 5.1.
     """
+    able = targets(model, pattern)
     sizes, total = anatomy.letters(model), 0
-    for part in targets(model, pattern):
+    for part in able:
         d, k = (anatomy.size(dim, sizes) for dim in part.weight.split())
         total += anatomy.size(part.copies, sizes) * checked_rank(rank, d, k) * (d + k)
     return total

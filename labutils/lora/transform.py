@@ -26,6 +26,7 @@ def targets(model: ModelConfig, pattern: str | tuple[str, ...] = "*") -> list[an
     """
     able = [part for part in anatomy.parts(model) if part.lora]
     patterns = (pattern,) if isinstance(pattern, str) else pattern
+    instance(patterns, tuple, "targets")
     chosen = [p for p in able if any(fnmatchcase(p.name, f"*.{each}") for each in patterns)]
     for each in patterns:
         if not any(fnmatchcase(part.name, f"*.{each}") for part in able):

@@ -307,7 +307,10 @@ def _add_up(parameters: Sequence[Tensor], peer: int | None, comm: Comm) -> None:
 
 def joined(schedule: Schedule, runs: Sequence[RankRun]) -> PipelineRun:
     """What all ranks did, as one run that `simulate` could have given; times begin at 0. Its
-    schedule has the order in which operations ran."""
+    schedule has the order in which operations ran; ValueError for the runs of other ranks."""
+    if len(runs) != len(schedule.ranks):
+        told = f"{schedule.name} has {len(schedule.ranks)} ranks, got the runs of {len(runs)}"
+        raise ValueError(f"{told}: give what pipeline.run returned on each")
     zero = min(start for each in runs for start in each.starts)
     ran = replace(schedule, ranks=tuple(each.ops for each in runs))
     starts = [[start - zero for start in each.starts] for each in runs]

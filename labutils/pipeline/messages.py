@@ -59,7 +59,7 @@ def actions(schedule: Schedule, rank: int, messages: str = "matched") -> list[Ac
     }
     found: list[Action] = []
     here: set[Op] = set()
-    for op in schedule.ranks[rank]:
+    for op in schedule.order_of(rank):
         for need in schedule.inputs(op):
             if reader_of(schedule, need) == rank:
                 peer = schedule.rank_of(need.stage, need.micro_batch)

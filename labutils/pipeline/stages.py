@@ -160,8 +160,8 @@ def keep(model: GPT, schedule: Schedule, rank: int, layers: Sequence[int] | None
     under the schedule, whose stages have so many `layers` each, as in `split`. What other
     techniques then change and send is this rank's alone, and `split` comes after them.
     """
-    ends = itertools.accumulate(layers or cut(model.config, schedule.stages))
     mine, stage_of = placed(schedule, rank), [0] * model.config.num_layers
+    ends = itertools.accumulate(layers or cut(model.config, schedule.stages))
     for end in ends:
         stage_of[end:] = [stage + 1 for stage in stage_of[end:]]
     for k, stage in enumerate(stage_of):
@@ -207,7 +207,12 @@ def local(stages: nn.ModuleList, schedule: Schedule, rank: int) -> nn.ModuleList
 
 
 def placed(schedule: Schedule, rank: int) -> list[int]:
-    """The stages that a schedule places on a rank."""
+    """The stages that a schedule places on a rank.
+
+    Raises ValueError for a rank that the schedule has not.
+    """
+    units.instance(schedule, Schedule, "a rank's stages")
+    schedule.order_of(rank)  # or an error
     return [i for i in range(schedule.stages) if any(place[i] == rank for place in schedule.places)]
 
 

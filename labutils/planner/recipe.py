@@ -78,6 +78,7 @@ def configure(
             f"{gpus} copies of the model: use fewer GPUs, shorter sequences, or put several GPUs "
             "on one copy (tensor or context parallelism)"
         )
+    units.writable(share, "sequences of a copy are", "use more GPUs")
     if not fits(1):
         raise ValueError(
             f"not even one sequence of {seq_len:,} tokens fits on a device: checkpoint "

@@ -53,7 +53,7 @@ class LossScaler:
         if comm is not None:
             units.instance(comm, Comm, "LossScaler")
             comm.check_all("whether a step is skipped")
-        self.growth_interval = growth_interval
+        self.growth_interval = units.whole(growth_interval, "growth_interval", 1)
         self.dynamic = dynamic
         self.comm = comm
         self.good_steps = 0  # in a row, since the scale last moved

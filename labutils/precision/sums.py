@@ -8,6 +8,7 @@ from torch import Tensor
 
 from labutils import floats, units
 from labutils.floats import FloatFormat
+from labutils.model import check_words
 from labutils.precision.rounding import round_to
 
 MACHINE = {floats.FP16: torch.float16, floats.BF16: torch.bfloat16, floats.FP32: torch.float32}
@@ -104,10 +105,18 @@ def cross_entropy(
     fp32. The gradient is what a kernel computes that keeps the denominator: p − y, with p the terms
     over that sum, so these p need not add up to 1.
 
+    Raises IndexError for a target that is no word, ValueError where not each row has one.
     Invariant: in fp32 it is torch's cross-entropy, up to the order of summation.
     Source: sums in fp32, softmax's by name: Micikevicius et al. 1710.03740, section 3.3.
     """
-    return _CrossEntropy.apply(logits, targets, floats.named(fmt))
+    if logits.ndim != 2 or targets.shape != logits.shape[:1]:
+        got = f"{tuple(targets.shape)} for logits {tuple(logits.shape)}"
+        raise ValueError(f"cross_entropy takes a target for each row of logits, got {got}")
+    try:
+        return _CrossEntropy.apply(logits, targets, floats.named(fmt))
+    except RuntimeError:
+        check_words("target", targets, logits.shape[-1])
+        raise
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -10,12 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from labutils import units
 from labutils.quantization.tiles import Granularity, quantize
 
 
 def hessian(x: Float[Tensor, "tokens k"], damping: float = 0.01) -> Float[Tensor, "k k"]:
     """xᵀ·x of calibration inputs, in fp64, with so much of its mean diagonal added."""
-    x = x.double()
+    x, damping = x.double(), units.positive(damping, "damping", or_zero=True)
     H = x.mT @ x
     H.diagonal().add_(damping * H.diagonal().mean())
     return H

@@ -58,7 +58,8 @@ def tile_amax(x: Float[Tensor, "m k"], tile: tuple[int, int] | None = None) -> F
     m, k = x.shape
     if tile is None and not x.numel():  # as of an expert that no token visits
         return x.new_zeros(1, 1, dtype=torch.float32)
-    rows, columns = tile or (max(m, 1), max(k, 1))
+    sides = tile or (max(m, 1), max(k, 1))
+    rows, columns = (units.whole(side, "a side of tile", 1) for side in sides)
     padded = F.pad(x.detach().float().abs(), (0, -k % columns, 0, -m % rows))
     return padded.view(-(-m // rows), rows, -(-k // columns), columns).amax((1, 3))
 

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from labutils import units
+
 
 def kashin(
     x: Float[Tensor, " n"], Q: Float[Tensor, "n n"], pairs: int
@@ -19,7 +21,7 @@ def kashin(
     For a Gaussian r a step leaves √(1 − 2/π) of the norm, a pair 1 − 2/π.
     """
     u, v, rest, norms = torch.zeros_like(x), torch.zeros_like(x), x.clone(), []
-    for _ in range(pairs):
+    for _ in range(units.whole(pairs, "pairs")):
         step = rest.abs().mean() * rest.sign()
         u, rest = u + step, rest - step
         turned = Q.mT @ rest

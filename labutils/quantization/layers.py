@@ -59,8 +59,10 @@ def keeping(count: int, inner: RoundTrip) -> RoundTrip:
     """A round trip that leaves the `count` columns of the largest |x| as they are, and out of the
     scales of the others: LLM.int8() 2208.07339 keeps every column with a number above 6."""
 
+    count = units.whole(count, "count")
+
     def round_trip(x: Float[Tensor, "... h"]) -> Float[Tensor, "... h"]:
-        largest = x.abs().flatten(0, -2).amax(0).topk(count).indices
+        largest = x.abs().flatten(0, -2).amax(0).topk(min(count, x.shape[-1])).indices
         rest = inner(x.index_fill(-1, largest, 0))
         return rest.index_copy(-1, largest, x[..., largest])
 
@@ -82,6 +84,7 @@ def rotated(inner: RoundTrip, seed: int = 0) -> RoundTrip:
 @functools.cache
 def rotation(h: int, seed: int = 0) -> Float[Tensor, "h h"]:
     """A random orthogonal matrix."""
+    h = units.whole(h, "h", 1)
     draw = torch.Generator().manual_seed(seed)
     Q, R = torch.linalg.qr(torch.randn(h, h, generator=draw, dtype=torch.float64))
     return (Q * R.diagonal().sign()).float()
@@ -108,6 +111,9 @@ class Int8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear, limit: float | None = None) -> None:
         super().__init__()
+        units.instance(linear, nn.Linear, "Int8Linear")
+        if limit is not None:
+            limit = units.positive(limit, "limit", or_zero=True)
         kept = quantize(linear.weight, "int8", granularity="row")
         self.register_buffer("w", kept.codes())
         self.register_buffer("w_scale", kept.parts["scales"])

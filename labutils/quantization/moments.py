@@ -63,7 +63,7 @@ def to_blocks(
     >>> to_blocks(torch.tensor([1e-9, 1e-9, 1.0]), block=None).codes.tolist()  # 127 is 0
     [127, 127, 255]
     """
-    n, block = x.numel(), block or max(x.numel(), 1)
+    n, block = x.numel(), _whole_block(block, x.numel())
     rows = F.pad(x.detach().flatten().float(), (0, -n % block)).view(-1, block)
     amax = seen(rows.abs().amax(1))
     book = dynamic_code(signed, x.device)
@@ -84,10 +84,14 @@ def from_blocks(
     as they were there.
     """
     n = blocks.codes.numel()
-    block = block or max(n, 1)
+    block = _whole_block(block, n)
     numbers = dynamic_code(signed, blocks.codes.device)[blocks.codes.int()]
     rows = F.pad(numbers, (0, -n % block)).view(-1, block) * blocks.amax[:, None]
     return rows.flatten()[:n].view(shape)
+
+
+def _whole_block(block: int | None, n: int) -> int:
+    return max(n, 1) if block is None else units.whole(block, "block", 1)
 
 
 class LowBits(torch.optim.Optimizer):
@@ -132,7 +136,7 @@ class Adam8(LowBits):
         if block is not None:
             block = units.whole(block, "block", 1)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.block, self.smallest = block, smallest
+        self.block, self.smallest = block, units.whole(smallest, "smallest")
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # it takes no closure

@@ -101,6 +101,9 @@ def from_nf4(
 
     Raises ValueError where there are fewer or more bytes than this shape has.
     """
+    units.instance(packed, Tensor, "from_nf4")
+    if not dtype.is_floating_point:
+        raise TypeError(f"from_nf4 gives floating-point numbers, got {dtype}: use torch.float32")
     n = torch.Size(shape).numel()
     if packed.numel() != nf4_bytes(n, double=double):
         kind = f"NF4 {'with' if double else 'without'} double quantization"

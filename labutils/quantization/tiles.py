@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from labutils import floats, precision, units
 from labutils.floats import BlockFormat, IntFormat
@@ -143,6 +144,8 @@ def quantized_bytes(
     >>> [8 * nbytes / 512**2 for nbytes in sizes]
     [4.0625, 4.5]
     """
+    units.instance(shape, tuple, "quantized_bytes")
+    shape = tuple(units.whole(size, "a size of shape", 1) for size in shape)
     fmt, numel = _named(fmt), math.prod(shape)
     _only_integers(fmt, affine)
     rows, columns = _tile(shape, fmt, granularity)
@@ -243,7 +246,14 @@ def pack_codes(codes: Tensor, bits: int) -> UInt8[Tensor, " nbytes"]:
 
     >>> pack_codes(torch.tensor([0b101, 0b011, 0b111]), 3).tolist() == [0b10101111, 0b10000000]
     True
+
+    Raises ValueError for what is no code of so many bits.
     """
+    bits = units.whole(bits, "bits", 1)
+    valued = not (codes.is_meta or isinstance(codes, FakeTensor))
+    if bits > 8 or codes.is_floating_point() or (valued and (codes.int() >> bits).any()):
+        remedy = f"give whole numbers from 0 to {2 ** min(bits, 8) - 1}"
+        raise ValueError(f"codes of {bits} bits, at most 8, are what these are not: {remedy}")
     codes = codes.flatten().to(torch.uint8)
     if 8 % bits:  # a code may lie across two bytes: bit by bit
         codes, bits = (codes[:, None] >> _places(bits, 1, codes) & 1).flatten(), 1
@@ -252,7 +262,13 @@ def pack_codes(codes: Tensor, bits: int) -> UInt8[Tensor, " nbytes"]:
 
 
 def unpack_codes(packed: UInt8[Tensor, " nbytes"], bits: int, count: int) -> Tensor:
-    """The first `count` codes of `pack_codes`, int16."""
+    """The first `count` codes of `pack_codes`, int16.
+
+    Raises ValueError where so many are not there.
+    """
+    bits, count = units.whole(bits, "bits", 1), units.whole(count, "count")
+    if count > (there := 8 * packed.numel() // bits):
+        raise ValueError(f"count={count}: {packed.numel()} bytes have {there} codes of {bits} bits")
     if 8 % bits == 0:
         codes = packed[:, None] >> _places(8, bits, packed) & (1 << bits) - 1
         return codes.flatten()[:count].short()

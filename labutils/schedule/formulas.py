@@ -35,6 +35,7 @@ def bubble(
     is B+W here; those of zb_v and interleaved_zb are by simulation.
     """
     p, m, times = units.whole(p, "p", 1), units.whole(m, "m", 1), times or Durations()
+    units.instance(times, Durations, "bubble")
     f, b, w, fused = times.F, times.B, times.W, times.fused or 0
     if isinstance(f, Sequence) or isinstance(b, Sequence) or isinstance(w, Sequence):
         raise ValueError("the formulas are for stages that are alike: give F, B, W one time each")

@@ -69,6 +69,15 @@ class Schedule:
         """The order of each rank in words that `read` understands; fused or not is not told."""
         return " | ".join(" ".join(map(str, ops)) for ops in self.ranks)
 
+    def order_of(self, rank: int) -> tuple["Op", ...]:
+        """What a rank runs, in order.
+
+        Raises ValueError for a rank that has nothing to do here.
+        """
+        if (rank := units.whole(rank, "rank")) >= (p := len(self.ranks)):
+            raise ValueError(f"rank={rank} is none of p={p}: use 0 … {p - 1}")
+        return self.ranks[rank]
+
     def rank_of(self, stage: int, micro_batch: int) -> int:
         """The rank that runs a stage for a micro-batch."""
         return self.places[micro_batch * len(self.places) // self.micro_batches][stage]
@@ -111,6 +120,7 @@ class Schedule:
 
     def peak(self, rank: int, nbytes: Sequence[int] | None = None) -> int:
         """Most that `in_flight` reaches."""
+        self.order_of(rank)  # or an error
         # Among fused operations F begins before anything is freed: the same as one by one.
         return max(self.in_flight(rank, nbytes), default=0)
 
@@ -162,6 +172,7 @@ class Board:
     """A schedule of which some operations are done: says why a next move is illegal."""
 
     def __init__(self, schedule: Schedule, cap: int | None = None) -> None:
+        units.instance(schedule, Schedule, "Board")
         self.schedule = schedule
         self.cap = cap
         self.done: set[Op] = set()

@@ -91,7 +91,7 @@ class PipelineRun(clock.Played):
 
     def _ran(self, rank: int) -> Iterator[tuple[Op, float, float]]:
         """The operations of a rank, each with its start and end."""
-        return zip(self.schedule.ranks[rank], self.starts[rank], self.ends[rank], strict=True)
+        return zip(self.schedule.order_of(rank), self.starts[rank], self.ends[rank], strict=True)
 
     @property
     def makespan(self) -> float:

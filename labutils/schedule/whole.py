@@ -3,6 +3,7 @@ and what is done once a step."""
 
 from collections.abc import Mapping, Sequence
 
+from labutils import units
 from labutils.clock import Played, Task, play
 from labutils.schedule.orders import Op, Schedule
 
@@ -35,6 +36,10 @@ def whole_step(
 
     Invariant: `spent` of every rank adds up to the makespan.
     """
+    units.instance(schedule, Schedule, "whole_step")
+    if len(work) != schedule.stages:
+        told = f"{schedule.name} has {schedule.stages} stages, got the work of {len(work)}"
+        raise ValueError(f"{told}: give seconds of F and B for each")
     schedule.check()
     begun: dict[Op, Task] = {}
     ready: dict[Op, Task] = {}  # what others wait for

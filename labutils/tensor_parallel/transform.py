@@ -25,6 +25,7 @@ def styles(model: ModelConfig) -> dict[str, str]:
     >>> [table[f"blocks.*.feed_forward{part}"] for part in ("_norm", ".gate", ".up", ".down")]
     ['whole', 'column', 'column', 'row']
     """
+    units.instance(model, ModelConfig, "styles")
     found, letters = {}, set(anatomy.SPLITS["tp"]) - set("f" * (model.num_experts > 1))
     for part in anatomy.parts(model):
         dims = (part.weight or part.products).split()  # a tied head has no weight of its own

@@ -47,12 +47,19 @@ def step_timeline(
     >>> order = unit_order(2)
     >>> [step_timeline(order, [(1000, t)] * 2, n=2, link=Link(0, 500)).exposed for t in (1.0, 0.5)]
     [2.0, 2.5]
+
+    Raises ValueError for what no order names, and for a layer that is not there.
     """
     rings = {"gather": "all_gather_ring", "reduce": "reduce_scatter_ring"}
     tasks: list[clock.Task] = []
     computed: list[clock.Task] = []  # the last one
     here: dict[int, list[clock.Task]] = {}
+    units.instance(order, Iterable, "step_timeline")
     for what, i in order:
+        if what not in (*rings, "forward", "backward", "free") or not 0 <= i < len(layers):
+            known = "gather, forward, free, backward and reduce"
+            told = f"an order names {known} of layers 0 … {len(layers) - 1}"
+            raise ValueError(f"{told}, got {(what, i)!r}: zero.unit_order({len(layers)}) is one")
         nbytes, seconds = layers[i][0], units.positive(layers[i][1], "seconds", or_zero=True)
         name = f"layer {i}"
         if what in rings:

@@ -196,6 +196,8 @@ class _Run:
     def __init__(self, module: Any, optimizer: Any, comm: Comm | None) -> None:
         several = isinstance(module, (list, tuple))
         modules: list[nn.Module] = list(module) if several else [module]
+        if not modules:
+            raise ValueError("a snapshot has a module, or several, got none: give the stages")
         self.optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         inside = [getattr(each, "inner", each) for each in self.optimizers]
         self.inner: list[Any] = [getattr(each, "optimizer", each) for each in inside]
