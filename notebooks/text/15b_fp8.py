@@ -94,7 +94,7 @@ show(quantization.cast)
 # %% [markdown]
 # ## How wrong does the gradient become?
 #
-# The model's weights are fixed now, and so is the batch. One backward pass in fp32, and one with 8-bit operands in all layers of the blocks; how far are the two gradients apart, relative to the first? Five schemes:
+# The model's weights are fixed now, and so is the batch. One backward pass in fp64, and one with 8-bit operands in all layers of the blocks; how far are the two gradients apart, relative to the first? Five schemes:
 #
 # | scheme | forward, backward | scale |
 # |---|---|---|
