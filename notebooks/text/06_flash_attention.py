@@ -86,7 +86,7 @@ q, k, v = tensors(2048)
 # $$ \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s^2}_{\text{weights}} \quad\text{against}\quad \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s\,d}_{\text{output}} + \underbrace{a\,s}_{\text{lse}} $$
 #
 # for an attention that keeps its output and, in place of the weights, one number per row: *lse*, the log-sum-exp of the row's scores,
-# $\text{lse}_i = \log \sum_j e^{S_{ij}}$. It is the logarithm of what the softmax divides by; the third question shows that it is enough. (Fewer key–value heads shrink K and V alone.) Times 4 bytes:
+# $\text{lse}_i = \log \sum_j e^{S_{ij}}$. It is the logarithm of what the softmax divides by; the third question shows that it is enough. Times 4 bytes:
 
 # %%
 a, s, d = 4, 2048, 64
@@ -319,7 +319,7 @@ show(flash.backward_of_keys)
 
 
 # %% [markdown]
-# Is it right? In float64, against plain attention, causal, with fewer key–value heads than query heads and lengths that no block divides:
+# In float64, against plain attention, causal, with fewer key–value heads than query heads and lengths that no block divides:
 
 
 # %%
@@ -463,7 +463,7 @@ plots.traffic_bars(guess=predictions["flash/moved"], **traffic)
 
 # %% [markdown]
 # **flash-1** and **flash-2** are the two papers' loops. The first has keys outside: the unfinished output of every query is read and written again for each block of keys.
-# The second has queries outside, as in the picture at the top, and writes each output once. It is the loop of `flash.attention`. Same tiles, same FLOPs, two
+# The second has queries outside, as in the picture at the top, and writes each output once. Same tiles, same FLOPs, two
 # thirds of the bytes.
 #
 # In a run every tile that `flash.attention` loads or stores is counted:
@@ -527,8 +527,9 @@ for head in (64, 128):
     print(f"d = {head:3}, {tiled} queries at a time: {gains}")
 
 # %% [markdown]
-# It was both. With narrow blocks of keys flash-2 moves $4 s^2 d^2/M$ at least, and plain attention, counted alike, $4 s^2 + 2 s^2 d^2/M$. So the gain comes near $M/d^2 + \tfrac12$:
-# **counted alike, tiling pays at this border where fast memory holds clearly more than half of d² numbers**, 8192 for heads of 128.
+# It was both. With narrow blocks of keys flash-2 moves $4 s^2 d^2/M$ at least, and plain attention, counted alike, $4 s^2 + 2 s^2 d^2/M$. So the gain is at most $M/d^2 + \tfrac12$:
+# **counted alike, tiling pays at this border only where fast memory holds more than half of d² numbers.** With 16 keys at a time it takes some 5,000 for heads of 64, and 14,000 for heads of 128.
+# <!-- claim: [round((lambda q, p: (flash.traffic("plain", s=4096, d=d, itemsize=1).total + 2 * 4096 * d * (-(-4096 // p) - 1)) / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=16, itemsize=1, stat_itemsize=1).total)((M - 32 * d) // (2 * d + 16), (M - 16 * d) // (d + 16)), 1) for M, d in ((5000, 64), (14000, 128))] == [1.0, 1.0] -->
 
 # %% [markdown]
 # ## Can the keys live in two places?
@@ -701,8 +702,8 @@ for rows in (512, 128, 32):
     print(f"{rows:3} rows at a time: {units.text(amount)}")
 
 # %% [markdown]
-# The gradients are equal, and the memory is paid for in traffic: each chunk reads W twice and adds to its whole gradient, which it reads and writes. That is 6·r·v·h FLOPs for 4·v·h numbers, in 16 bits 0.75·r FLOPs per byte. An H100 can do 295 in that time (next section), so there a chunk should have some 390 rows or more.
-# <!-- arithmetic: round(295 / (6 / (4 * 2)), -1) == 390 -->
+# The gradients are equal, and the memory is paid for in traffic: each chunk reads W twice and adds to its whole gradient, which it reads and writes. That is 6·r·v·h FLOPs for 4·v·h numbers, in 16 bits 0.75·r FLOPs per byte. An H100 can do 295 in that time (next section), so there a chunk should have some 390 rows or more (590 if the gradient of W is added up in fp32).
+# <!-- arithmetic: round(295 / (6 / (4 * 2)), -1) == 390 and round(295 / (6 / (2 * 2 + 2 * 4)), -1) == 590 -->
 # (A single chunk of all 512 rows already moves more than all at once: its softmax goes through memory step by step here. A fused kernel takes fewer sweeps.)
 
 # %% [markdown]
@@ -881,7 +882,7 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 #   <!-- claim: 2 * flash.attention_flops(4096, 64, backward=True) == 5 * flash.attention_flops(4096, 64) -->
 # - In a bf16 kernel P may be rounded; the scores, the sums ℓ and o, and lse stay in fp32.
 #   <!-- claim: flash.attention(*torch.ones(3, 1, 1, 4, 8, dtype=torch.bfloat16))[1].dtype == torch.float32 -->
-# - Bytes that processors load and store in the forward pass fall by about M/2d² if Q, K, V and O share fast memory equally, by up to M/d² if few keys are there at a time, and by ½ more if plain attention's
+# - Bytes that processors load and store in the forward pass fall by about M/2d² if Q, K, V and O share fast memory equally, by up to M/d² if few keys are there at a time, and by up to ½ more if plain attention's
 #   products are counted as reading K and V again, too. With M = 25 600 numbers and 4096 tokens the first two are 3.09 and 4.81 for heads of 64, 0.80 and 1.25 for heads of 128.
 #   <!-- claim: [round(flash.traffic("plain", s=4096, d=d, itemsize=1).total / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1).total, 2) for d, q, k in ((64, 100, 64), (64, 163, 16), (128, 50, 50), (128, 79, 16))] == [3.09, 4.81, 0.8, 1.25] -->
 # - Output and lse of two sets of keys that share none give those of their union. Ring attention and split decoding use this one line.

@@ -94,7 +94,7 @@ show(quantization.cast)
 # %% [markdown]
 # ## How wrong does the gradient become?
 #
-# The model's weights are fixed now, and so is the batch. One backward pass in fp32, and one with 8-bit operands in all layers of the blocks; how far are the two gradients apart, relative to the first? Five schemes:
+# The model's weights are fixed now, and so is the batch. One backward pass in fp64, and one with 8-bit operands in all layers of the blocks; how far are the two gradients apart, relative to the first? Five schemes:
 #
 # | scheme | forward, backward | scale |
 # |---|---|---|
@@ -159,7 +159,7 @@ for name in of_each:
     print(f"{name:9} step off by {off:.1%}")
 
 # %% [markdown]
-# **Without a scale the gradient is off by 7 % and Adam's step by a third; with one, both are off by 3 to 5 %.** So one number for all gradients hides what goes wrong. By Adam's step int8's lead over tiles is gone, too.
+# **Without a scale the gradient is off by 7 % and Adam's step by a third; with one, both are off by 3 to 5 %.** (What that costs a run, thirty steps cannot say: see below.) So one number for all gradients hides what goes wrong. By Adam's step int8's lead over tiles is gone, too.
 #
 # Is it the mantissa or the range that makes the error of "current"? Switch each off:
 

@@ -236,7 +236,7 @@ sweep(16, range(-1, 4))
 sweep(512, range(3, 9))
 
 # %% [markdown]
-# **The best rate grows from 1.4 to 8, by 5.7 in steps of √2: the root is right, unscaled and linear are far off.** (By factors of two it would have seemed to be 8.) The square-root rule fails too, later:
+# **The best rate grows from 1.4 to 8, by 5.7 give or take a step of √2: the root fits, unscaled and linear do not.** (By factors of two it seemed to be 8.) The square-root rule fails too, later:
 
 # %%
 for optimizer in ("adam", "rmsprop"):

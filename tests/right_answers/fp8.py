@@ -1,11 +1,21 @@
 """Right answers to the exercises of `fp8`, in other styles than the reference."""
 
 import collections
+import functools
 
 import numpy as np
 import torch
 
-from labutils.quantization import E4M3, product, scale_for, to_eight
+from labutils.quantization import (
+    E4M3,
+    SCHEMES,
+    Fp8Products,
+    cast,
+    largest,
+    product,
+    scale_for,
+    to_eight,
+)
 
 
 def _by_division(x, amax, dtype):
@@ -155,18 +165,123 @@ class _KeepsItsScale(_ByHand):
         return self.last or torch.finfo(self.dtype).max
 
 
+def _number_by_number(x, amax, dtype):
+    top = torch.finfo(dtype).max
+    scale = top / amax if amax else 1.0
+    scaled = [max(-top, min(top, scale * each)) for each in x.flatten().tolist()]
+    return torch.tensor(scaled).view(x.shape).to(dtype), 1 / scale
+
+
+def _in_units(x, amax, dtype):
+    """In units of amax, in 64 bits; zeros are sent back before anything is divided."""
+    if not amax:
+        return x.to(dtype), 0.0
+    return (x.double() / amax).clip(-1, 1).mul(torch.finfo(dtype).max).to(dtype), (
+        amax / torch.finfo(dtype).max
+    )
+
+
+def _the_library(x, amax, dtype):
+    scale = scale_for(torch.tensor(amax), dtype)
+    eight = to_eight(x.view(1, -1), dtype, scale=scale)
+    return eight.codes.view(x.shape), eight.inverse
+
+
+def _columns(x, w, grad):
+    """Tiles that stand upright in x and in the gradient, and lie when these are transposed."""
+    w8 = to_eight(w, E4M3, (128, 128))
+    upright = [to_eight(each, E4M3, (128, 1)).mT for each in (grad, x)]
+    lying = [to_eight(each, E4M3, (1, 128)) for each in (x, grad)]
+    return product(lying[0], w8), product(lying[1], w8.mT), product(*upright)
+
+
+def _by_autograd(x, w, grad):
+    """The library's layer, and its backward pass."""
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = Fp8Products(SCHEMES["tiles"])(x, w)
+    return y.detach(), *torch.autograd.grad(y, (x, w), grad)
+
+
+def _x_outside(x, w, grad):
+    """The gradient of w as (xᵀ·G)ᵀ."""
+    tiles, square = functools.partial(to_eight, dtype=E4M3, tile=(1, 128)), (128, 128)
+    of_w = product(tiles(x.T), tiles(grad.T)).T
+    back = to_eight(w, E4M3, square).mT
+    return product(tiles(x), back.mT), product(tiles(grad), back), of_w
+
+
+class _Lazy:
+    """The scale is found when it is asked for; the steps are kept as tensors."""
+
+    def __init__(self, dtype, length):
+        self.dtype, self.length, self.steps = dtype, length, [[]]
+
+    def cast(self, x):
+        self.steps[-1].append(x.abs().max())
+        past = [each for step in self.steps[:-1] for each in step]
+        amax = torch.stack(past).max() if past else torch.zeros(())
+        top = torch.finfo(self.dtype).max
+        scale = top / amax if amax > 0 else torch.ones(())
+        return torch.clamp(x * scale, -top, top).to(self.dtype), (1 / scale).item()
+
+    def advance(self):
+        self.steps = [*self.steps, []][-self.length - 1 :]
+
+
+class _Array:
+    """A ring of NumPy numbers, and a place in it."""
+
+    def __init__(self, dtype, length):
+        self.ring, self.at, self.dtype = np.zeros(length), 0, dtype
+        self.unit, self.seen = 1.0, 0.0
+
+    def cast(self, x):
+        top = torch.finfo(self.dtype).max
+        self.seen = np.fmax(self.seen, np.abs(x.numpy()).max())
+        return torch.from_numpy(np.clip(x.numpy() / self.unit, -top, top)).to(self.dtype), self.unit
+
+    def advance(self):
+        self.ring[self.at % len(self.ring)] = self.seen
+        self.at, self.seen = self.at + 1, 0.0
+        self.unit = float(self.ring.max() / torch.finfo(self.dtype).max) or 1.0
+
+
+class _Repaired:
+    """The lab's own, with four changes."""
+
+    def __init__(self, dtype, length):
+        self.dtype, self.length = dtype, length
+        self.history, self.seen, self.scale = [], 0.0, 1.0
+
+    def cast(self, x):
+        self.seen = max(self.seen, x.abs().max().item())
+        return cast(x * self.scale, self.dtype), 1 / self.scale
+
+    def advance(self):
+        self.history = [self.seen, *self.history][: self.length]
+        self.seen = 0.0
+        if max(self.history):
+            self.scale = largest(self.dtype) / max(self.history)
+
+
 RIGHT = {
     "fp8/cast": {
         "by division": _by_division,
         "where": _by_where,
         "NumPy": _numpy,
         "behind": _clipped_behind,
+        "number by number": _number_by_number,
+        "in units": _in_units,
+        "the library": _the_library,
     },
     "fp8/products": {
         "a loop": _in_turn,
         "transposed": _transposed,
         "numbers": _by_numbers,
         "twice": _square_first,
+        "columns": _columns,
+        "autograd": _by_autograd,
+        "x outside": _x_outside,
     },
     "fp8/bug-hunt": {
         "a deque": _Deque,
@@ -174,5 +289,8 @@ RIGHT = {
         "a dictionary": _ByHand,
         "by steps": _OfSteps,
         "keeps its scale": _KeepsItsScale,
+        "lazy": _Lazy,
+        "a ring": _Array,
+        "repaired": _Repaired,
     },
 }

@@ -249,6 +249,10 @@ def _shares_of_lse(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[
     return share * o1 + (1 - share) * o2, torch.logaddexp(lse1, lse2)
 
 
+def _mean_of_lse(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    return flash.merge(o1, lse1, o2, lse2)[0], (lse1 + lse2) / 2
+
+
 def _over_rows(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """A softmax over the queries."""
     shares = torch.stack([lse1, lse2]).softmax(-1)[..., None]
@@ -381,6 +385,7 @@ WRONG = {
         Wrong("a detached lse returned", _lse_detached, "gradients", "the one you return"),
         Wrong("detached weights", _detached, "gradients", "lse needs its gradient"),
         Wrong("shares of lse", _shares_of_lse, "outputs", "exp(its lse)"),
+        Wrong("the mean of both lse", _mean_of_lse, "log-sum-exp", "not their logarithms"),
         Wrong("a softmax over queries", _over_rows, "outputs", "row by row"),
         Wrong("a guarded division", _guarded, "outputs", "add nothing"),
         Wrong("the lowest number", _lowest, "parts without keys", "0 and −inf"),

@@ -1,11 +1,12 @@
 """Wrong answers to the exercises of `fp8`."""
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from labutils.quantization import E4M3, E5M2, cast, largest, product, to_eight
+from labutils.quantization import E4M3, E5M2, Eight, cast, largest, product, to_eight
 from wrong_answers import Wrong
 
 
@@ -186,6 +187,121 @@ def _margin(make: type) -> type:
     return Attempt
 
 
+def _scaled(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float, float]:
+    """x times its scale, the format's largest number, and the inverse."""
+    top = largest(dtype)
+    return x * (top / (amax or 1)), top, (amax or 1) / top
+
+
+def _factor_first(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[float, Tensor]:
+    scaled, top, inverse = _scaled(x, amax, dtype)
+    return inverse, scaled.clamp(-top, top).to(dtype)
+
+
+def _above_alone(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Clipped above, and not below."""
+    scaled, top, inverse = _scaled(x, amax, dtype)
+    return scaled.clamp(max=top).to(dtype), inverse
+
+
+def _dropped(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """What is beyond becomes 0."""
+    scaled, top, inverse = _scaled(x, amax, dtype)
+    return scaled.where(scaled.abs() <= top, 0).to(dtype), inverse
+
+
+def _room(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Half of the range is kept free."""
+    scaled, top, inverse = _scaled(x, 2 * amax, dtype)
+    return scaled.clamp(-top, top).to(dtype), inverse
+
+
+def _whole_numbers(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Rounded as an integer is, and cast then."""
+    scaled, top, inverse = _scaled(x, amax, dtype)
+    return scaled.round().clamp(-top, top).to(dtype), inverse
+
+
+def _larger_of_both(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """The amax that is given, or x's own where that is larger."""
+    scaled, top, inverse = _scaled(x, max(amax, x.abs().max().item()), dtype)
+    return scaled.clamp(-top, top).to(dtype), inverse
+
+
+def _other_order(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    y, of_x, of_w = _products()(x, w, grad)
+    return y, of_w, of_x
+
+
+def _of_the_mean(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """The gradient of w is divided by the tokens."""
+    y, of_x, of_w = _products()(x, w, grad)
+    return y, of_x, of_w / len(x)
+
+
+def _by_rows(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """A scale for each row, however long."""
+
+    def rows(z: Tensor) -> Eight:
+        return to_eight(z, E4M3, (1, z.shape[1]))
+
+    w8 = to_eight(w, E4M3, (128, 128))
+    return product(rows(x), w8), product(rows(grad), w8.mT), product(rows(grad.mT), rows(x.mT))
+
+
+def _short(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Tiles of 64: finer, and no matrix unit could apply them."""
+    return _products(x=(1, 64), w=(64, 64), grad=(1, 64))(x, w, grad)
+
+
+def _from_codes(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """For the gradient of w, what came back from the tiles of the other two products."""
+    y, of_x, _ = _products()(x, w, grad)
+    back = [to_eight(each, E4M3, (1, 128)).numbers() for each in (grad, x)]
+    return y, of_x, product(*(to_eight(each.mT, E4M3, (1, 128)) for each in back))
+
+
+class _Unclipped(_delayed()):
+    """torch's cast, which takes e5m2 to infinity."""
+
+    def cast(self, x: Tensor) -> tuple[Tensor, float]:
+        _, inverse = super().cast(x)
+        return (x * self.scale).to(self.dtype), inverse
+
+
+class _NeverForgets(_delayed()):
+    """The largest number of a step is not reset."""
+
+    def note(self) -> None:
+        seen = self.seen
+        super().note()
+        self.seen = seen
+
+
+class _OneMore(_delayed()):
+    def __init__(self, dtype: torch.dtype, length: int) -> None:
+        super().__init__(dtype, length + 1)
+
+
+class _WithItsOwn(_delayed()):
+    """This step's largest number is taken into its own scale."""
+
+    def cast(self, x: Tensor) -> tuple[Tensor, float]:
+        if self.history:
+            top = max(*self.history, x.abs().max().item())
+            self.scale = largest(self.dtype) / top
+        return super().cast(x)
+
+
+class _OnlyShrinks(_delayed()):
+    """A scale that once was small stays small."""
+
+    def note(self) -> None:
+        old = self.scale if self.history else math.inf
+        super().note()
+        self.scale = min(old, self.scale)
+
+
 WRONG = {
     "fp8/cast": (
         Wrong("the inverse forgotten", _slip(inverse="forgotten"), "back again", "forgotten"),
@@ -202,6 +318,12 @@ WRONG = {
         Wrong("as int8", _integers, "back again", ""),
         Wrong("bytes", _bytes, "back again", "Codes are"),
         Wrong("divided by zero", _slip(zero=False), "zeros", "NaN"),
+        Wrong("the factor first", _factor_first, "back again", "codes, and then"),
+        Wrong("clipped above alone", _above_alone, "what is beyond", "clip."),
+        Wrong("what is beyond dropped", _dropped, "what is beyond", "becomes ±amax"),
+        Wrong("room for growth", _room, "the whole range", "brings amax to"),
+        Wrong("whole numbers", _whole_numbers, "back again", "is x again"),
+        Wrong("the larger of both", _larger_of_both, "what is beyond", "becomes ±amax"),
     ),
     "fp8/products": (
         Wrong("tiles of w 1×128", _products(w=(1, 128)), "scales", "a square tile"),
@@ -216,6 +338,12 @@ WRONG = {
         Wrong("in fp32", _in_fp32, "values", ""),
         Wrong("two of three", _two, "scales", "two gradients"),
         Wrong("the wrong way round", _products(turned=True), "scales", "a·bᵀ"),
+        Wrong("the other order", _other_order, "scales", "then that of w"),
+        Wrong("of the mean", _of_the_mean, "values", ""),
+        Wrong("a scale for each row", _by_rows, "values", "ends after 128"),
+        Wrong("tiles of 64", _short, "scales", "adds 128 products"),
+        Wrong("one scale for w", _products(w=None), "values", "ruins all others"),
+        Wrong("rounded twice", _from_codes, "values", "Rounded twice"),
     ),
     "fp8/bug-hunt": (
         Wrong("the one of the lab", _delayed(after=True, last=True, oldest=True),
@@ -234,5 +362,10 @@ WRONG = {
         Wrong("the mean", _mean_amax(_delayed()), "a jump is learned", ""),
         Wrong("a margin", _margin(_delayed()), "a steady tensor", "largest number to 448"),
         Wrong("another inverse", _delayed(new_inverse=True), "a steady tensor", "Before"),
+        Wrong("not clipped", _Unclipped, "one step late", "to infinity"),
+        Wrong("never forgets", _NeverForgets, "the history advances", "oldest goes out"),
+        Wrong("one step more", _OneMore, "the history advances", "oldest goes out"),
+        Wrong("its own as well", _WithItsOwn, "one step late", "not known until"),
+        Wrong("only shrinks", _OnlyShrinks, "the history advances", "oldest goes out"),
     ),
 }  # fmt: skip

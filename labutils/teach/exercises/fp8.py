@@ -36,7 +36,9 @@ def _normal(*shape: int, seed: int = 0) -> Tensor:
 def _codes(attempt: Callable, x: Tensor, amax: float, name: str) -> tuple[Tensor, float]:
     got = attempt(x.clone(), amax, _FORMATS[name])
     if not isinstance(got, tuple | list) or len(got) != 2 or not isinstance(got[0], Tensor):
-        raise Failed(f"you return {type(got).__name__}", "Return two things: codes and a factor.")
+        several = isinstance(got, tuple | list)
+        found = ", ".join(type(each).__name__ for each in (got if several else [got]))
+        raise Failed(f"you return {found}", "Return two things: codes, and then a factor.")
     codes, inverse = got
     if codes.dtype != _FORMATS[name] or codes.shape != x.shape:
         what = f"{codes.dtype} of shape {list(codes.shape)}"
@@ -195,13 +197,13 @@ def _three(attempt: Callable) -> tuple[Tensor, ...]:
     shapes = [(_T, _N), (_T, _K), (_N, _K)]
     if not isinstance(got, (tuple, list)) or len(got) != 3:
         raise Failed(f"you return {type(got).__name__}", "Return y, and two gradients.")
-    for name, found, shape in zip(_NAMES, got, shapes, strict=True):
-        if tuple(found.shape) != shape:
-            raise Failed(
-                f"{name} has shape {list(found.shape)}, not {list(shape)}",
-                "product(a, b) is a·bᵀ: y = product(x, w), and what is added up is the last dim of "
-                "both.",
-            )
+    found_shapes = [tuple(found.shape) for found in got]
+    hint = "product(a, b) is a·bᵀ: y = product(x, w), and what is added up is the last dim of both."
+    if found_shapes != shapes and sorted(found_shapes) == sorted(shapes):
+        hint = "Return y, then the gradient of x, then that of w."
+    for name, found, shape in zip(_NAMES, found_shapes, shapes, strict=True):
+        if found != shape:
+            raise Failed(f"{name} has shape {list(found)}, not {list(shape)}", hint)
     return tuple(got)
 
 
@@ -219,6 +221,8 @@ def _variants() -> list[tuple[str, Callable[[Tensor], Eight]]]:
          lambda z: to_eight(z, E4M3, scale=torch.ones(()))),
         ("Tiles of 128×128 are for weights: an activation's large token spoils 127 others.",
          lambda z: to_eight(z, E4M3, (128, 128))),
+        ("A scale for each row: a tile ends after 128 numbers, where a product can apply it.",
+         lambda z: to_eight(z, E4M3, (1, z.shape[1]))),
         ("That is e5m2. Its range is what tiles provide: take the bit of precision, e4m3.",
          lambda z: to_eight(z, E5M2, along)),
     ]  # fmt: skip
@@ -245,10 +249,16 @@ def _values(attempt: Callable) -> str:
         if along8 is not None:
             words = "The tiles of w are 128×128, so that one set of codes serves both products."
             candidates.append((words, product(to_eight(a, E4M3, along), along8)))
+        else:
+            words = "Rounded twice: put x and the gradient themselves into tiles along tokens, and "
+            words += "not what comes back from the tiles of the other products."
+            once = [to_eight(each.mT, E4M3, along).numbers().mT for each in (a, b)]
+            candidates.append((words, product(*(to_eight(each, E4M3, along) for each in once))))
         for words, put in _variants():
             others = [square8] if square8 is not None else [to_eight(b, E4M3, along), put(b)]
             candidates += [(words, product(put(a), each)) for each in others]
             candidates.append((words, product(put(a), put(b))))
+            candidates.append((words, product(to_eight(a, E4M3, along), put(b))))
         for words, value in candidates:
             if _near(found.float(), value, 1e-6):
                 hint = words
@@ -331,13 +341,21 @@ def _steady(attempt: Any) -> str:
 
 
 def _late(attempt: Any) -> str:
-    found = _ran(attempt, [1.0, 1.0, 8.0])
-    if abs(found[2][1] - 1) > 1e-3:
-        raise Failed(
-            f"1, 1, then 8: in the third step codes reach to {found[2][1]:g}",
-            "The scale of a step is fixed before it: its own largest number is not known until the "
-            "tensor has been read, which is what delayed scaling saves. 8 is clipped to 1, once.",
-        )
+    for name, dtype in _FORMATS.items():
+        back, reach = _ran(attempt, [1.0, 1.0, 8.0], dtype=dtype)[2]
+        if abs(reach - 1) > 1e-3:
+            raise Failed(
+                f"{name}: 1, 1, then 8: in the third step codes reach to {reach:g}",
+                "The scale of a step is fixed before it: its own largest number is not known until "
+                "the tensor has been read, which is what delayed scaling saves. 8 is clipped to 1, "
+                "once.",
+            )
+        if not abs(back - 1) < 1e-3:
+            raise Failed(
+                f"{name}: 1, 1, then 8: codes reach to 1, and 8 comes back as {back:g}",
+                "What outgrows the history is clipped to the format's largest number before the "
+                "cast: torch's own cast takes e5m2 to infinity.",
+            )
     return "a jump is clipped, once"
 
 
