@@ -3,7 +3,7 @@
 #
 # **A sequence of 131,072 tokens does not fit on one device. Ranks can share out its tokens, but in attention every token meets all that came before it. How do they meet without being in one place?**
 #
-# *85 min, and 40 further · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
+# *85 min, and 45 further · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -466,7 +466,8 @@ for level in (0, 3):
     print(f"states, ZeRO-{level}", units.text(held), "and both", both)
 
 # %% [markdown]
-# Of what a rank holds, context parallelism divides activations and nothing else: every rank holds all weights. Both do not fit an H100. So the same ranks shard the states, ZeRO over `("dp", "cp")` (lab 09): that and a gathered layer of 0.44 GB fit in 80 GB. With recomputation (lab 04) far fewer ranks would do; a ring then goes round three times, and sends a quarter more.
+# Of what a rank holds, context parallelism divides activations and nothing else: every rank holds all weights. Both do not fit an H100. So the same ranks shard the states, ZeRO over `("dp", "cp")` (lab 09). That is 69.6 GB, and not yet the peak. In the backward pass of the head come gathered weights, their gradients and those of the logits: 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do; a ring then goes round three times, and sends a quarter more.
+#   <!-- claim: claims.peak_of_8192_tokens_on_16_ranks() == 75.5 -->
 
 # %% [markdown]
 # ## Further: or trade tokens for heads?
@@ -607,7 +608,7 @@ def waits_of(count, n=8):
     """What a ring and Ulysses wait for, over what attention computes."""
     long = dataclasses.replace(llama, seq_len=n * count)
     tile = context_parallel.layout(n * count, n).work(0) / n * 4 * long.d_model / rate
-    hop = 2 * 2 * count * long.num_kv_heads * long.d_head / bw  # of bf16 keys and values
+    hop = 2 * 2 * count * long.num_kv_heads * long.d_head / bw  # keys and values
     ring = (n - 1) * (max(0, hop - tile) + max(0, 3 * hop - 2.5 * tile)) + 2 * hop
     heads = by_attention("ulysses", n, long).total / long.num_layers / bw
     return ring / (3.5 * n * tile), heads / (3.5 * n * tile)
