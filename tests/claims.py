@@ -35,6 +35,20 @@ def llama_on_64_h100() -> planner.Job:
     return planner.Job(model=model, cluster=cluster, batch_tokens=2**22)
 
 
+def peak_of_8192_tokens_on_16_ranks() -> float:
+    """GB of Llama-3.1-8B at its fullest moment with ZeRO-3, in bf16: the peak of two layers, and the
+    states and activations of thirty more."""
+    train = TrainConfig(micro_batch=1, global_batch=16, attention="sdpa", zero=3)
+    mesh, model = Mesh(dp=16), ModelConfig.named("llama-3.1-8b")
+    whole, two = (dataclasses.replace(model, seq_len=8192, num_layers=n) for n in (32, 2))
+
+    def kept(config: ModelConfig) -> int:
+        asked = (config, train, mesh)
+        return predict.states(*asked).total + predict.activations(*asked).total
+
+    return round((predict.peak(two, train, mesh).total + kept(whole) - kept(two)) / 1e9, 1)
+
+
 def _layer(**changes) -> dict[str, int]:
     """Korthikanti's lines for a layer over sbh, or over as²b where they grow with s²."""
     sizes = dict(b=1, s=64, h=1024, a=16)

@@ -3,7 +3,7 @@
 #
 # **A sequence of 131,072 tokens does not fit on one device. Ranks can share out its tokens, but in attention every token meets all that came before it. How do they meet without being in one place?**
 #
-# *85 min, and 40 further · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
+# *85 min, and 45 further · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -214,7 +214,7 @@ def layer(tokens, n=4, link="between nodes", **how):
 
 
 # %%
-title = "With equal tokens per rank, the zig-zag takes little more than half the time"
+title = "With 32,768 tokens per rank the zig-zag takes 57 % of the time"
 steps = {kind: layer(32_768, kind=kind) for kind in ("contiguous", "zigzag")}
 plots.overlap(title=title, per="layer", **steps)
 
@@ -355,7 +355,7 @@ is_right(results)
 # ### Exercise 11.2 · Bug hunt: the model that passed its test (12 min, ●●●)
 #
 # Written by hand: a model, its tokens in a zig-zag, the ring. `loss` is to be such that the *mean over ranks* of losses, and of gradients, is that of the whole sequences.
-# Its test compares the loss of a fresh model. Three things are wrong. (`model.places_`, if not None, is a function of the number of tokens that gives their places.)
+# Its test compares the loss of a fresh model. Three things are wrong. (The model and its one table `model.blocks[0].attention.rotary` have a `places_` each. Where it is not None, it is a function of the number of tokens that gives their places.)
 
 
 # %%
@@ -466,7 +466,8 @@ for level in (0, 3):
     print(f"states, ZeRO-{level}", units.text(held), "and both", both)
 
 # %% [markdown]
-# Of what a rank holds, context parallelism divides activations and nothing else: every rank holds all weights. Both do not fit an H100. So the same ranks shard the states, ZeRO over `("dp", "cp")` (lab 09): that and a gathered layer of 0.44 GB fit in 80 GB. With recomputation (lab 04) far fewer ranks would do; a ring then goes round three times, and sends a quarter more.
+# Of what a rank holds, context parallelism divides activations and nothing else: every rank holds all weights. Both do not fit an H100. So the same ranks shard the states, ZeRO over `("dp", "cp")` (lab 09). That is 69.6 GB, and not yet the peak. In the backward pass of the head come gathered weights, their gradients and those of the logits: 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do; a ring then goes round three times, and sends a quarter more.
+#   <!-- claim: claims.peak_of_8192_tokens_on_16_ranks() == 75.5 -->
 
 # %% [markdown]
 # ## Further: or trade tokens for heads?
@@ -531,7 +532,7 @@ reveal("ring/over-ulysses", times=ratio[8])
 #
 # $$ 4\cdot 2g\,(N-1) \;=\; 2\,(2a+2g)\,\frac{N-1}{N} \quad\Longleftrightarrow\quad N \;=\; \frac{1}{2}\Bigl(\frac{a}{g}+1\Bigr), $$
 #
-# with four query heads to a key at two and a half ranks:
+# with four query heads to a key at two and a half ranks. (That is with sums in fp32. In bf16 the ring would send three times its forward bytes, on 8 ranks 2.4 times those of Ulysses.)
 
 # %%
 {
@@ -595,9 +596,30 @@ reveal("llama-405b/ring-over-ulysses", times=round(ring_sends / ulysses_sends, 2
 # %% [markdown]
 # With eight ranks of tensor parallelism all three send the same here, where a rank has as many query heads as cp has ranks, 16; on fewer ranks the ring sends less than Ulysses. A ring and an all-gather send keys, of which a rank has one head in place of eight. Ulysses gains less: 16 ranks need 16 key–value heads, and each copies its only one 16 times.
 #
-# So the choice is between a wait of 20 % of attention's computing, which is a tenth of all that a layer computes, and a ring that has next to none. (What the ring pays is not counted here: 16 small products in place of one large, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks that stay simple. So: a ring for long sequences on slow links, since it
-# hides down to 1,528 tokens per rank forward and 1.2 times as many backward; an all-gather while its memory and its wait do not hurt; Ulysses if there is no tp.
+# So the choice is between a wait of 20 % of attention's computing, a tenth of all that a layer computes, and a ring that has next to none. (What the ring pays is not counted here: 16 small products in place of one large, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks that stay simple.
+#
+# Even without tp the ring waits less than Ulysses in this table. It hides down to 1,528 tokens per rank forward, and 1.2 times as many backward.
 #   <!-- claim: (lambda h: round(context_parallel.least_tokens(h.rate("attention"), h.network.bandwidth, groups=8 / 128)))(config.Hardware.named("H100")) == 1528 -->
+#
+# What if a rank has fewer tokens? Llama-3.1-8B on 8 ranks, a step of one layer; each wait over attention's computing:
+
+# %%
+def waits_of(count, n=8):
+    """What a ring and Ulysses wait for, over what attention computes."""
+    long = dataclasses.replace(llama, seq_len=n * count)
+    tile = context_parallel.layout(n * count, n).work(0) / n * 4 * long.d_model / rate
+    hop = 2 * 2 * count * long.num_kv_heads * long.d_head / bw  # keys and values
+    ring = (n - 1) * (max(0, hop - tile) + max(0, 3 * hop - 2.5 * tile)) + 2 * hop
+    heads = by_attention("ulysses", n, long).total / long.num_layers / bw
+    return ring / (3.5 * n * tile), heads / (3.5 * n * tile)
+
+
+for count in (2048, 4096, 8192, 16384):
+    ring, heads = waits_of(count)
+    print(f"{count:6} tokens per rank: ring {ring:.0%}, Ulysses {heads:.0%}")
+
+# %% [markdown]
+# **So count the tokens of a rank.** With enough to hide behind, a ring waits least; with fewer, and without tp, Ulysses does. An all-gather is for simple masks, while its memory and its wait do not hurt.
 #
 # `predict.time` counts a step of any mesh as if nothing overlapped, as the all-gather does (lab 10). Are these its seconds? One layer, without the latency of 5 µs per message:
 
@@ -734,7 +756,7 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # > - A rank keeps 1/N of the activations: 61.5 GB instead of 984 GB for Llama-3.1-8B at 131,072 tokens on 16 ranks.
 # >   <!-- claim: [round(predict.activations(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention="ring"), config.Mesh(cp=n)).total / 1e9, k) for n, k in ((16, 1), (1, None))] == [61.5, 984] -->
 # > - Positions and the number of targets are those of the whole sequence: each target weighs alike on all cp ranks. Gradients are averaged over ("dp", "cp").
-# > - Ulysses trades tokens for heads, and has no more ranks than heads. On 8 ranks of Llama-3.1-8B a ring sends 1.6 times as much forward and 3.2 times as much in a training step, but can hide it.
+# > - Ulysses trades tokens for heads, and has no more ranks than heads. On 8 ranks of Llama-3.1-8B a ring sends 1.6 times as much forward and 3.2 times as much in a training step, with fp32 sums of gradients. With enough tokens per rank it hides all but the last hop.
 # >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(name=name).total for way, name in (("ring", "ring forward"), ("ulysses", "all_to_all forward")))) == 1.6 -->
 # >   <!-- claim: round((lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(axis="cp").total for way in ("ring", "ulysses"))), 1) == 3.2 -->
 # > - Tensor parallelism shares out the heads first, and takes from Ulysses what it gains: with Llama-3.1-405B's 16 ranks of cp times 8 of tp, ring, Ulysses and an all-gather of keys send the same in a step; on fewer ranks of cp the ring sends less.

@@ -348,7 +348,7 @@ for words, how in {
     print(f"{words:27}", *(f"{times:.1f} " for times in means))
 
 # %% [markdown]
-# A router that has learned nothing already sends its busiest expert twice the mean, where chance would send 1.2 times: words repeat, and each goes the same way every time. Training lifts that to 3.5 within four steps at this learning rate of 0.01, more slowly and less at a tenth of the rate, and not at all where words are evenly frequent. After that it slowly falls. Here are the words of the last of 300 steps, with nothing for balance:
+# A router that has learned nothing already sends its busiest expert twice the mean, where chance would send 1.2 times: words repeat, and each goes the same way every time. Training lifts that to 3.5 within four steps at this learning rate of 0.01, more slowly and less at a tenth of the rate, and hardly where words are evenly frequent. After that it slowly falls. Here are the words of the last of 300 steps, with nothing for balance:
 
 # %%
 by_word = record["nothing"][0]["words"]
@@ -387,7 +387,7 @@ for way in ("sigmoid scores", *ways[1:]):
     print(f"{way:15}", *(f"{times:.1f}" for times in ends(way, "busiest")))
 
 # %% [markdown]
-# Sigmoid scores with the bias left at 0 cure nothing, so it is the bias that does it. And α has to be tuned: 0.01, which Switch Transformers took, leaves two seeds of eight here with more than twice the mean after 300 steps. Their runs are a thousand times longer.
+# Sigmoid scores with the bias left at 0 cure nothing, so it is the bias that does it. And α has to be tuned: 0.01, which Switch Transformers took, leaves two seeds of eight here with more than twice the mean after 300 steps. (Their runs are far longer.)
 
 # %% [markdown]
 # ### Further: what does dropping cost?
@@ -416,7 +416,7 @@ for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for no
 
 # %% [markdown]
 # In this language experts are worth a third of a nat, in every seed: a loss would show it if dropping did much harm. With nothing for balance more than a quarter of all visits is lost, and the loss is 0.06 ± 0.05 higher: worse in six seeds of eight, and not yet beyond chance.
-# With a balance loss there is next to nothing to drop. What balance buys for certain is time: with twice the visits on one *rank* a layer takes nearly twice as long (the section on the all-to-all, below).
+# With a balance loss there is next to nothing to drop. What balance buys for certain is time: with twice the visits on one *rank* a layer's experts take nearly twice as long (the section on the all-to-all, below).
 #
 # And c = 1, which has no room to spare? Even a router that is fair, and only random, sends some experts more than the mean. Of all visits it then drops this share, by the visits that an expert gets in the mean:
 
@@ -430,7 +430,7 @@ for mean in (64, 4096):
         print(f"{mean:5} visits, c = {c:4}: {over:6.2%} dropped")
 
 # %% [markdown]
-# About 0.37/√mean at c = 1: half of the experts are over it, by 0.4 standard deviations in the mean. So room of a quarter more is for chance where a rank has few tokens, and with many for what the router has not learned: one whose busiest expert has 1.3 times the mean drops 3.8 % of all visits at c = 1, and 0.6 % at 1.25, at that expert alone.
+# About 0.37/√mean at c = 1: half of the experts are over it, and half of them are not, which makes an excess of 0.4 standard deviations per expert. So where a rank has few tokens, room of a quarter more is for chance. With many tokens it is for what the router has not learned. One whose busiest expert has 1.3 times the mean drops 3.8 % of all visits at c = 1, and 0.6 % at 1.25, at that expert alone.
 #   <!-- arithmetic: [round(100 * (1.3 - c) / 8, 1) for c in (1, 1.25)] == [3.8, 0.6] -->
 
 # %% [markdown]
@@ -570,13 +570,13 @@ plots.overlap(
     between_nodes_in_halves=two(layer(NODES, chunks=2)),
     narrow_experts_between_nodes_in_halves=two(layer(NODES, f=2048, chunks=2)),
     per="layer",
-    title="In halves, wide experts hide half of what travels, narrow ones a fifth",
+    title="Between nodes halves hide half of what travels, with narrow experts a fifth",
 )
 
 # %% [markdown]
 # In halves the first dispatch and the last combine have nothing to hide behind. Rows travel twice, so experts hide both ways only from 2·F/(3·bw) on, 10,020 between nodes; narrower ones leave the rest exposed, however finely you cut.
 #
-# > Now one expert of eight gets twice the mean, the others share the rest. How many times as long does the layer take, on NVLink?
+# > Now one expert of eight gets twice the mean, the others share the rest. How many times as long do the experts take, on NVLink?
 
 # %%
 predict("imbalance/times", times=1.1)
@@ -724,7 +724,7 @@ hint("expert_parallel/bug-hunt", 1)
 # > - Choosing has no gradient. The router learns through weights, and from a balance loss through P.
 # > - Forward, experts compute as long as their rows travel one way if f = FLOP/s/(3·bw): 557 on an H100's NVLink, 5,010 between nodes. Over a step, and for all ways, it takes 4/3 of that.
 # >   <!-- claim: (lambda h: [round(h.rate() / (3 * link.bandwidth)) for link in (h.inside, h.network)])(config.Hardware.named("H100")) == [557, 5010] -->
-# > - A layer is as slow as its busiest rank: twice the visits on one rank, nearly twice the time; where a rank has eight experts and one of them gets twice the visits, a tenth more.
+# > - Experts are as slow as the busiest rank: with twice the visits on one rank they take nearly twice the time (attention is left out). Where a rank has eight experts and one of them gets twice the visits, a tenth more.
 #
 # Next: [lab 13a](13a_pipelines.ipynb) cuts the model between its layers.
 

@@ -45,6 +45,36 @@ def _thresholds(logits, k, score, bias):
     return chosen.to(torch.int32), torch.einsum("tk,t->tk", kept, 1 / kept.sum(-1))
 
 
+def _tiny_added(logits, k, score, bias):
+    """Divided by a sum that cannot be 0."""
+    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    chosen = (scores + bias).topk(k).indices
+    kept = scores.gather(1, chosen)
+    return chosen, kept / (kept.sum(-1, keepdim=True) + 1e-6)
+
+
+def _greedy(logits, k, score, bias):
+    """The best, then the best of the others."""
+    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    left, token = (scores + bias).detach().clone(), torch.arange(len(logits))
+    chosen = []
+    for _ in range(k):
+        chosen.append(left.argmax(-1))
+        left[token, chosen[-1]] = -torch.inf
+    weights = torch.stack([scores[token, best] for best in chosen], 1)
+    return torch.stack(chosen, 1), weights / weights.sum(1).unsqueeze(1)
+
+
+def _token_by_token(logits, k, score, bias):
+    def one(row):
+        scores = row.softmax(0) if score == "softmax" else row.sigmoid()
+        chosen = torch.topk(scores + bias, k).indices
+        return chosen, scores[chosen] / scores[chosen].sum()
+
+    chosen, weights = zip(*map(one, logits), strict=True)
+    return torch.stack(chosen), torch.stack(weights)
+
+
 # ── travel ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -124,6 +154,54 @@ def _with_its_number(x, chosen, weights, experts, comm):
     return (visits * weights[..., None]).sum(1)
 
 
+def _once_to_a_rank(x, chosen, weights, experts, comm):
+    """A row goes to each rank once, with its experts and weights; that rank adds up its visits."""
+    mine, out = len(experts), torch.zeros_like(x)
+    goes = [(chosen // mine == r).any(1).nonzero()[:, 0] for r in range(comm.size)]
+    there = torch.tensor([len(rows) for rows in goes])
+    back, there = comm.all_to_all(there).tolist(), there.tolist()
+    token = torch.cat(goes)
+    rows, asked, shares = (
+        comm.all_to_all(each[token], there, back) for each in (x, chosen, weights)
+    )
+    done = torch.zeros_like(rows)
+    for i, expert in enumerate(experts):
+        row, slot = (asked == comm.rank * mine + i).nonzero(as_tuple=True)
+        if len(row):
+            done[row] += shares[row, slot, None] * expert(rows[row])
+    return out.index_add(0, token, comm.all_to_all(done, back, there))
+
+
+def _a_trip_for_each_place(x, chosen, weights, experts, comm):
+    """First the first expert of every rank, then the second of every rank."""
+    out, mine = torch.zeros_like(x), len(experts)
+    for i, expert in enumerate(experts):
+        visits = [(chosen == r * mine + i).nonzero() for r in range(comm.size)]
+        there = torch.tensor([len(visit) for visit in visits])
+        back, there = comm.all_to_all(there).tolist(), there.tolist()
+        token, slot = torch.cat(visits).T
+        rows = comm.all_to_all(x[token], there, back)
+        home = comm.all_to_all(expert(rows) if len(rows) else rows, back, there)
+        out.index_add_(0, token, home * weights[token, slot, None])
+    return out
+
+
+def _numbered(x, chosen, weights, experts, comm):
+    """Visits as rows of a table: place of the expert, token, weight; sorted by the first."""
+    mine, k = len(experts), chosen.shape[1]
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=comm.size * mine)
+    came = comm.all_to_all(counts).view(comm.size, mine)
+    sizes = counts.view(-1, mine).sum(1).tolist(), came.sum(1).tolist()
+    rows = comm.all_to_all(x[order // k], *sizes)
+    whose = torch.arange(mine).repeat(comm.size).repeat_interleave(came.flatten())
+    done = torch.empty_like(rows)
+    for i in whose.unique().tolist():
+        done[whose == i] = experts[i](rows[whose == i])
+    home = comm.all_to_all(done, *reversed(sizes)) * weights.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, order // k, home)
+
+
 # ── bug hunt ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -184,23 +262,69 @@ def _one_bucket(model, tokens, dp, edp, alpha):
     return loss
 
 
+def _autograd(model, tokens, dp, edp, alpha):
+    """Gradients are asked for, and put where they belong."""
+    loss = model.loss(tokens, tokens)
+    for block in model.blocks:
+        routing = block.feed_forward.routing
+        f = torch.nn.functional.one_hot(routing.chosen, routing.load.numel()).double().mean((0, 1))
+        loss = loss + alpha * len(f) * f @ routing.probabilities.mean(0)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    ours = expert_parallel.expert_parameters(model)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    for name, parameter, gradient in zip(names, parameters, found, strict=True):
+        comm = edp if name in ours else dp
+        gradient = torch.zeros_like(parameter) if gradient is None else gradient
+        parameter.grad = comm.all_reduce(gradient) / comm.size
+    return loss
+
+
+def _gathered(model, tokens, dp, edp, alpha):
+    """All gradients of a group are gathered, and their mean is taken."""
+    loss = model.loss(tokens, tokens) + alpha * expert_parallel.auxiliary_loss(model)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        comm = edp if "experts" in name else dp
+        parameter.grad = comm.all_gather(parameter.grad[None].contiguous()).mean(0)
+    return loss
+
+
+def _by_identity(model, tokens, dp, edp, alpha):
+    loss = model.loss(tokens, tokens) + alpha * expert_parallel.auxiliary_loss(model)
+    loss.backward()
+    experts = {id(p) for p in expert_parallel.expert_parameters(model).values()}
+    for parameter in model.parameters():
+        comm = (dp, edp)[id(parameter) in experts]
+        parameter.grad = comm.all_reduce(parameter.grad) / comm.size
+    return loss.detach()
+
+
 RIGHT = {
     "expert_parallel/route": {
         "a mask": _masked,
         "lists choose": _row_by_row,
         "logarithms, as NumPy": _in_log_space,
         "thresholds": _thresholds,
+        "a tiny number added": _tiny_added,
+        "one after the other": _greedy,
+        "token by token": _token_by_token,
     },
     "expert_parallel/travel": {
         "expert by expert": _expert_by_expert,
         "put back in order": _unsorted,
         "send and recv": _rank_by_rank,
         "the expert's number travels": _with_its_number,
+        "a row to each rank once": _once_to_a_rank,
+        "a trip for each place": _a_trip_for_each_place,
+        "numbered": _numbered,
     },
     "expert_parallel/bug-hunt": {
         "two loops": _two_loops,
         "two backward passes": _by_name,
         "marked parameters": _marked,
         "one bucket": _one_bucket,
+        "by autograd": _autograd,
+        "gathered": _gathered,
+        "by identity": _by_identity,
     },
 }

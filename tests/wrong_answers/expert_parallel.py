@@ -300,6 +300,116 @@ def _by_the_block(model, tokens, dp, edp, alpha):
     return loss
 
 
+def _weighed_by(weigh):
+    """The right experts, with weights of another kind."""
+
+    def attempt(logits, k, score, bias):
+        scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+        chosen = (scores + bias).topk(k).indices
+        return chosen, weigh(scores, chosen, k)
+
+    return attempt
+
+
+def _of_one(weights):
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _best_scores(scores, chosen, k):
+    return _of_one(scores.topk(k).values)
+
+
+def _sorted_weights(scores, chosen, k):
+    return _of_one(scores.gather(1, chosen).sort(-1, descending=True).values)
+
+
+def _of_length_one(scores, chosen, k):
+    return torch.nn.functional.normalize(scores.gather(1, chosen), dim=-1)
+
+
+def _much_added(scores, chosen, k):
+    kept = scores.gather(1, chosen)
+    return kept / (kept.sum(-1, keepdim=True) + 1e-3)
+
+
+def _set_to_zero(logits, k, score, bias):
+    """The best; its score becomes 0, and the best again."""
+    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    left, chosen = scores + bias, []
+    for _ in range(k):
+        chosen.append(left.argmax(-1, keepdim=True))
+        left = left.scatter(1, chosen[-1], 0.0)
+    chosen = torch.cat(chosen, 1)
+    return chosen, _of_one(scores.gather(1, chosen))
+
+
+def _over_tokens(logits, k, score, bias):
+    """A softmax over the tokens."""
+    scores = logits.softmax(0) if score == "softmax" else logits.sigmoid()
+    chosen = (scores + bias).topk(k).indices
+    return chosen, _of_one(scores.gather(1, chosen))
+
+
+def _other_weights(weigh):
+    def attempt(x, chosen, weights, experts, comm):
+        return _whole_trip(x, chosen, weigh(weights), experts, comm)
+
+    return attempt
+
+
+def _whole_trip(x, chosen, weights, experts, comm, place=None):
+    """A right journey; place: of an expert among all, which may be another."""
+    k, mine = chosen.shape[1], len(experts)
+    flat = chosen.flatten() if place is None else place(chosen.flatten(), comm.size, mine)
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=comm.size * mine)
+    came = comm.all_to_all(counts).view(comm.size, mine)
+    there, back = counts.view(-1, mine).sum(1).tolist(), came.sum(1).tolist()
+    rows = comm.all_to_all(x[order // k], there, back)
+    whose = torch.arange(mine).repeat(comm.size).repeat_interleave(came.flatten())
+    done = torch.empty_like(rows)
+    for i, expert in enumerate(experts):
+        done[whose == i] = expert(rows[whose == i])
+    home = comm.all_to_all(done, back, there) * weights.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, order // k, home)
+
+
+def _round_robin(x, chosen, weights, experts, comm):
+    """Expert e on rank e mod N."""
+    return _whole_trip(
+        x, chosen, weights, experts, comm, lambda e, n, mine: e % n * mine + e // n
+    )
+
+
+def _a_trip_for_each_choice(x, chosen, weights, experts, comm):
+    each = zip(chosen.split(1, 1), weights.split(1, 1), strict=True)
+    return sum(_whole_trip(x, c, w, experts, comm) for c, w in each)
+
+
+def _in_single(x, chosen, weights, experts, comm):
+    return _whole_trip(x.float(), chosen, weights.float(), experts, comm).double()
+
+
+def _hunted(
+    model, tokens, dp, edp, alpha, *, is_expert=None, divide=None, everywhere=False, times=1
+):
+    """Another hand's step, with its slips."""
+    loss = model.loss(tokens, tokens)
+    for block in model.blocks:
+        routing = block.feed_forward.routing
+        load = routing.load.double()
+        share = dp.all_reduce(load) if everywhere else load
+        share = share / share.sum()
+        loss = loss + times * alpha * len(share) * (share * routing.probabilities.mean(0)).sum()
+    loss.backward()
+    ours = expert_parallel.expert_parameters(model)
+    for name, parameter in model.named_parameters():
+        comm = edp if (is_expert(name) if is_expert else name in ours) else dp
+        comm.all_reduce(parameter.grad, out=parameter.grad)
+        parameter.grad /= divide(name, comm) if divide else comm.size
+    return loss
+
+
 WRONG = {
     "expert_parallel/route": (
         Wrong("a bias on normalized scores", _compare, "the bias only chooses", "a division comes"),
@@ -322,6 +432,14 @@ WRONG = {
             "the bias only chooses",
             "from the scores without it",
         ),
+        Wrong("the best scores", _weighed_by(_best_scores), "the bias only chooses",
+              "without it"),
+        Wrong("weights in order", _weighed_by(_sorted_weights), "the bias only chooses",
+              "without it"),
+        Wrong("of length 1", _weighed_by(_of_length_one), "weights add up to 1", "by their"),
+        Wrong("much added", _weighed_by(_much_added), "weights add up to 1", "by their"),
+        Wrong("set to 0, again the best", _set_to_zero, "the bias only chooses", "use topk"),
+        Wrong("over the tokens", _over_tokens, "the best k", "the k highest"),
         Wrong("detached", _slip("detached"), "the router learns", "through the weights alone"),
         Wrong("by way of numbers", _slip("numbers"), "the router learns", "tolist"),
         Wrong(
@@ -370,6 +488,15 @@ WRONG = {
             "every token in its place",
             "places",
         ),
+        Wrong("experts dealt out", _round_robin, "every token in its place", "by expert"),
+        Wrong("a trip for each choice", _a_trip_for_each_choice, "one rank", "all its rows"),
+        Wrong("rounded on the way", _in_single, "every token in its place", "but for rounding"),
+        Wrong("all weights alike", _other_weights(lambda w: torch.full_like(w, 1 / w.shape[1])),
+              "one rank", "the token's own number"),
+        Wrong("weights in columns", _other_weights(lambda w: w.T.reshape(w.shape)),
+              "one rank", "weights or places"),
+        Wrong("a softmax of weights", _other_weights(lambda w: w.softmax(-1)),
+              "one rank", "weights or places"),
         Wrong("room for everybody", _trip("padded"), "bytes sent", "padded"),
     ),
     "expert_parallel/bug-hunt": (
@@ -400,6 +527,20 @@ WRONG = {
             "balance",
             "added after backward",
         ),
+        Wrong("all of the feed-forward",
+              functools.partial(_hunted, is_expert=lambda name: "feed_forward" in name),
+              "what all ranks hold", "mean over dp"),
+        Wrong("the router, too", functools.partial(
+            _hunted, is_expert=lambda name: "experts" in name or "router" in name),
+              "what all ranks hold", "mean over dp"),
+        Wrong("shares of all ranks", functools.partial(_hunted, everywhere=True),
+              "the loss", "the rank's own tokens"),
+        Wrong("divided by ep once more", functools.partial(
+            _hunted, divide=lambda name, comm: comm.size * (1 + ("experts" in name))),
+              "experts", "half the right one"),
+        Wrong("sums everywhere", functools.partial(_hunted, divide=lambda name, comm: 1),
+              "what all ranks hold", "mean over dp"),
+        Wrong("α twice", functools.partial(_hunted, times=2), "the loss", "of each layer"),
         Wrong("divided by dp", _experts_over_all, "experts", "half"),
         Wrong("summed, not averaged", _experts_summed, "experts", "twice"),
     ),
