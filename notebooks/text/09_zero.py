@@ -3,7 +3,7 @@
 #
 # **Every rank of data parallelism holds the same weights, gradients and optimizer state. What if each keeps a share, and asks for the rest when it is needed?**
 #
-# *85 min, and 70 further · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
+# *85 min, and 65 further · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -51,13 +51,13 @@ world = World(4)
 
 # %%
 held = rigs.occupancy.of_each_level(world)
-title = "Each level holds less. At level 3 a layer is whole only while it computes"
+title = "Each level holds less. At level 3 a layer is whole only around its turn"
 plots.who_holds(**held, title=title)
 
 # %% [markdown]
 # Level 0 is plain data parallelism: four times the same. **Level 1** shards the optimizer state, **level 2** the gradients too, **level 3** also the
 # weights. The thin lines are the shares that a rank keeps, a different quarter of all elements on each rank. The steps of the staircase are layers that are whole for a
-# moment: gradients before they are reduced, weights while they compute, down through the forward pass and up again through the backward pass. At levels 0 and 1
+# moment: gradients before they are reduced, weights while they or the layer before them computes, down through the forward pass and up again through the backward pass. At levels 0 and 1
 # gradients come with the backward pass, and stay.
 #
 # This is ZeRO, the zero redundancy optimizer; level 3 is what PyTorch calls FSDP, fully sharded data parallelism.
@@ -446,14 +446,15 @@ h100 = Hardware.named("H100")
 wire = h100.ring(n)
 sent = level_3_sends(largest, n)
 hops = 3 * (largest.num_layers + 1) * (n - 1)  # of a ring, three times for each unit
-print(f"computing: {6 * largest.num_params * 1024 / h100.rate():.0f} s")
-print(units.text(sent), f"of bytes: {sent / wire.bandwidth:.0f} s")
+print(f"computing: {6 * largest.num_params * 1024 / h100.rate():.1f} s")
+print(units.text(sent), f"of bytes: {sent / wire.bandwidth:.1f} s")
 print(f"{hops:,} hops: {hops * wire.latency:.0f} s")
 
 # %% [markdown]
 # **Sharding alone is not enough for the 405 billion: with 16 million tokens in a step, 1,024 for each rank are too little work to hide the bytes.** Rings are not to blame: without a single hop the bytes take 1.8 times as long as the computing (1.4 times if every layer is recomputed), and smaller groups of ranks gather as many.
-# Nor is memory: with the units of above a whole sequence fits, 68 GB if every layer is recomputed, but a sequence for every rank would be a batch eight times as large.
-# Labs 10 and 13 divide the bytes, held and sent: a rank that has an eighth of each layer, or one layer in sixteen, makes that much less whole and gathers that much less. With 8 × 16 ranks to a copy of the model, 128 copies are left: rings of 128, and 16 sequences for each.
+# Nor is memory: with the units of above a whole sequence fits, at 68 GB, if every layer is recomputed. But a sequence for every rank would be a batch eight times as large.
+# <!-- claim: (lambda peak: round(1e-9 * (peak(3) + 123 * (peak(4) - peak(3)) - 8 * 128_256 * 16_384)))(lambda layers: predict.peak((lambda c: type(c)(**(vars(c) | {"num_layers": layers, "seq_len": 8192})))(config.ModelConfig.named("llama-3.1-405b")), config.TrainConfig(micro_batch=1, global_batch=16384, zero=3, checkpointing="full", attention="sdpa"), config.Mesh(dp=16384)).total) == 68 -->
+# Labs 10 and 13 divide the bytes: a rank with an eighth of each layer, or one layer in sixteen, makes that much less whole and gathers that much less. With 8 × 16 ranks to a copy of the model, 128 copies are left: rings of 128, and 16 sequences for each.
 
 # %% [markdown]
 # ## Further: is level 3 slower, then?
@@ -490,7 +491,7 @@ predict("zero/tokens-per-rank", tokens=1000)
 reveal("zero/tokens-per-rank", tokens=round(rate / network.bandwidth * 63 / 64))
 
 # %% [markdown]
-# This condition leaves out the latency of a ring's hops; the time lines below count it. Every gather is N − 1 hops long, however short its pieces: on 64 ranks the hops of a block take 23 % of the time of its bytes, on 1024 ranks 3.8 times that time, at 5 µs for each hop. (About half as much, if the seven of eight hops that stay inside a node take 2 µs.)
+# This condition leaves out the latency of a ring's hops; the time lines below count it. Every gather is N − 1 hops long, however short its pieces: on 64 ranks the hops of a block take 23 % of the time of its bytes, on 1024 ranks 3.8 times that time, at 5 µs for each hop.
 # <!-- claim: (lambda b, r: [round((n - 1) * r.latency * r.bandwidth / b, 2) for n in (64, 1024)])(2 * sum(anatomy.units(config.ModelConfig.named("llama-3.1-8b"))["blocks.0"]), config.Hardware.named("H100").ring(64)) == [0.23, 3.75] -->
 # So the condition holds for messages much longer than N·λ·bw, λ being the latency of a hop. Beyond that, libraries gather in fewer steps than a ring, or in smaller groups (hybrid sharding, below).
 #
@@ -525,7 +526,7 @@ plots.curves(tokens, title=title, **axes, **lines)
 # *No prefetch* is level 3 whose gathers begin when their layer is needed. With few tokens the step is as long as its messages, and level 3 pays for its third Ψ. With enough of them it waits only for its first gather and its last
 # reduction. Level 2 waits for all gathers if nothing computes while they run. If they run ahead, it is never slower than level 3 here.
 #
-# This is a model: ranks alike, no contention, attention's own FLOPs left out. It says which quantity decides, tokens per rank, and about where.
+# This is a model: ranks alike, no contention, attention's own FLOPs left out.
 #
 # ## Further: what if the network between machines is slow?
 #
@@ -587,7 +588,7 @@ for how, (nbytes, links) in leaves.items():
     print(f"{how:11} {units.text(nbytes)} leave a machine, {each} per link of {links}")
 
 # %% [markdown]
-# So the hybrid sends 59 % as many bytes from machine to machine as flat sharding, and 89 % if gradients are reduced in fp32. For that a rank holds eight times the model states.
+# So the hybrid sends 59 % as many bytes from machine to machine as flat sharding in rings, and 89 % if gradients are reduced in fp32. For that a rank holds eight times the model states.
 # <!-- arithmetic: [(lambda flat, across: round(100 * across / flat))((4 + g) * 63 / 64, 8 * 2 * g / 8 * 7 / 8) for g in (2, 4)] == [59, 89] -->
 # Against one ring the gain is in the links, eight in place of one. Against eight rings,
 # which use all links as well, 5.9 GB through each become 3.5, and a gather has 7 hops in place of 63. With accumulation the hybrid gains more: shares of gradients add up, and cross once per step, where flat gathers cross in every micro-batch.
@@ -754,7 +755,7 @@ folder.cleanup()
 # ## Further: how does it compare with PyTorch's own?
 #
 # Two processes, the model and the batches from above. `ZeroRedundancyOptimizer` together with `DistributedDataParallel` is PyTorch's level 1, `fully_shard` its
-# level 3. Both work on the real process group of our ranks.
+# level 3.
 
 
 # %%
@@ -787,7 +788,7 @@ for name in ("ZeroRedundancyOptimizer", "fully_shard"):
 processes.close()
 
 # %% [markdown]
-# The same weights again, on both ranks. `benchmarks/zero.py` times the libraries, and takes their peaks with activations.
+# The same weights again, on both ranks.
 #
 # `ZeroRedundancyOptimizer` comes after DDP's all-reduce, and then every rank broadcasts the parameters that it owns: 3Ψ in all, not 2Ψ. It also gives each
 # parameter to one rank as a whole, so that a large embedding makes its owner's share large. `fully_shard` cuts each parameter along its

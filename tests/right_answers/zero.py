@@ -196,21 +196,125 @@ class _InDoublePrecision(_ReducesInFp32):
         return norm
 
 
+class _EveryNth(_ReducesInFp32):
+    """Rank r owns elements r, r + N, r + 2N, …, in the dtype of w."""
+
+    def __init__(self, w, comm, make):
+        self.w, self.comm, self.share = w, comm, -(-len(w) // comm.size)
+        self.mine = nn.Parameter(self.dealt_out(w.detach())[comm.rank].clone())
+        self.inner = make([self.mine])
+
+    def dealt_out(self, x):
+        padded = nn.functional.pad(x, (0, self.share * self.comm.size - len(x)))
+        return padded.view(self.share, -1).T.contiguous()
+
+    def step(self):
+        gradients = self.dealt_out(self.w.grad / self.comm.size).flatten()
+        self.mine.grad = self.comm.reduce_scatter(gradients)
+        self.inner.step()
+        whole = self.comm.all_gather(self.mine.detach()).view(self.comm.size, -1)
+        with torch.no_grad():
+            self.w.copy_(whole.T.flatten()[: len(self.w)])
+
+
+class _Rebinds(_EveryNth):
+    """`w.data` is another tensor after each step; the share's gradient is gone."""
+
+    def step(self):
+        gradients = self.dealt_out(self.w.grad).flatten()
+        self.mine.grad = self.comm.reduce_scatter(gradients).div_(self.comm.size)
+        self.inner.step()
+        self.inner.zero_grad()
+        whole = self.comm.all_gather(self.mine.data).view(self.comm.size, -1)
+        self.w.data = whole.T.flatten()[: len(self.w)].clone()
+
+
+class _Differences(_EveryNth):
+    """What travels is by how much each weight moved."""
+
+    def step(self):
+        before = self.mine.detach().clone()
+        gradients = self.dealt_out(self.w.grad).flatten()
+        self.mine.grad = self.comm.reduce_scatter(gradients) / self.comm.size
+        self.inner.step()
+        moved = self.comm.all_gather(self.mine.detach() - before).view(self.comm.size, -1)
+        self.w.data += moved.T.flatten()[: len(self.w)]
+
+
+def _two_kept(count):
+    """The last two units stay for their backward: a gather less, and still two are whole."""
+    steps = [("gather", 0)]
+    for i in range(count):
+        steps += [("gather", i + 1)] * (i + 1 < count) + [("forward", i)]
+        steps += [("free", i)] * (i + 2 < count)
+    for i in reversed(range(count)):
+        steps += [("backward", i), ("free", i), ("reduce", i)]
+        steps += [("gather", i - 2)] * (i > 1)
+    return steps
+
+
+def _recursive(count, i=0):
+    """A unit comes, calls the next one, and is there again when that returns."""
+    start, ahead = [("gather", 0)] * (i == 0), [("gather", i + 1)] * (i + 1 < count)
+    inner = [("free", i), *_recursive(count, i + 1)] if ahead else []
+    before = [("gather", i - 1)] * (i > 0)
+    after = [*before, ("backward", i), ("free", i), ("reduce", i)]
+    return [*start, *ahead, ("forward", i), *inner, *after]
+
+
+def _with_arrays(count):
+    """Rows of an array of objects."""
+    return np.array(zero.unit_order(count), dtype=object).tolist()
+
+
+class _DotProduct(_ReducesInFp32):
+    def clip(self, max_norm):
+        mine = self.master.grad
+        norm = float(self.comm.all_reduce(torch.dot(mine, mine))) ** 0.5
+        mine.div_(max(1.0, norm / max_norm))
+        return norm
+
+
+class _NormOfNorms(_ReducesInFp32):
+    def clip(self, max_norm):
+        norms = self.comm.all_gather(torch.linalg.vector_norm(self.master.grad)[None])
+        norm = torch.linalg.vector_norm(norms)
+        nn.utils.clip_grads_with_norm_([self.master], max_norm, norm)
+        return norm
+
+
+class _InPlaceSum(_ReducesInFp32):
+    def clip(self, max_norm):
+        squares = self.master.grad.pow(2).sum().view(1)
+        self.comm.all_reduce(squares, out=squares)
+        self.master.grad *= min(1.0, max_norm / squares.sqrt().item())
+        return squares.sqrt()
+
+
 RIGHT = {
     "zero/optimizer": {
         "broadcasts from the owners": _Owners,
         "uneven shares": _InPlace,
+        "every nth element": _EveryNth,
+        "w.data bound anew": _Rebinds,
+        "differences": _Differences,
         "a function with closures": _of_closures,
         "all-to-all and a mean": _ByAllToAll,
     },
     "zero/schedule": {
         "as hooks would": _by_hooks,
+        "the last two kept": _two_kept,
+        "recursive": _recursive,
+        "an array's rows": _with_arrays,
         "a generator that reduces one unit late": _yields,
         "NumPy integers": _numpy_integers,
         "an iterator of lists": _iterator_of_lists,
     },
     "zero/repair": {
         "squares in fp64": _InDoublePrecision,
+        "a dot product": _DotProduct,
+        "a norm of norms": _NormOfNorms,
+        "summed in place": _InPlaceSum,
         "gradients reduced in fp32": _ReducesInFp32,
         "the library's clipping": _ClipsByTheLibrary,
         "norms gathered": _NormsGathered,

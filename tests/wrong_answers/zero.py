@@ -80,6 +80,56 @@ class _KeepsAPaddedGradient(_Sharded):
         super().step()
 
 
+class _AStepLate(_Sharded):
+    """Gathers what the step before made."""
+
+    def step(self) -> None:
+        whole = self.comm.all_gather(self.mine.detach())[: self.w.numel()]
+        self.mine.grad = self.comm.reduce_scatter(self.padded(self.w.grad)) / self.comm.size
+        self.inner.step()
+        self.w.data[: len(whole)] = whole
+
+
+class _AddsZeros(_Sharded):
+    """An all-reduce of the new weights, zeros where others own them."""
+
+    def step(self) -> None:
+        self.mine.grad = self.comm.reduce_scatter(self.padded(self.w.grad)) / self.comm.size
+        self.inner.step()
+        whole = self.mine.new_zeros(self.share * self.comm.size)
+        whole.split(self.share)[self.comm.rank].copy_(self.mine.detach())
+        self.w.data.copy_(self.comm.all_reduce(whole)[: self.w.numel()])
+
+
+class _NeverClears(_Sharded):
+    """Adds each gradient to those of the steps before."""
+
+    def step(self) -> None:
+        gradient = self.comm.reduce_scatter(self.padded(self.w.grad)) / self.comm.size
+        self.mine.grad = gradient + (0 if self.mine.grad is None else self.mine.grad)
+        self.inner.step()
+        self.w.data.copy_(self.comm.all_gather(self.mine.detach())[: self.w.numel()])
+
+
+class _WritesElsewhere(_Sharded):
+    """Makes new weights of its own, and leaves those that it was given."""
+
+    def step(self) -> None:
+        self.w = nn.Parameter(self.w.detach().clone(), requires_grad=False)
+        self.w.grad = torch.ones_like(self.w)
+        super().step()
+
+
+class _GathersGradients(_Sharded):
+    """Sends everybody's whole gradient to everybody."""
+
+    def step(self) -> None:
+        whole = self.comm.all_gather(self.padded(self.w.grad)).view(self.comm.size, -1)
+        self.mine.grad = self.own(whole.mean(0)).clone()
+        self.inner.step()
+        self.w.data.copy_(self.comm.all_gather(self.mine.detach())[: self.w.numel()])
+
+
 class _ShardsNothing:
     def __init__(self, w: nn.Parameter, comm: world.Comm, make: exercises.Make) -> None:
         self.w, self.comm, self.inner = w, comm, make([w])
@@ -130,6 +180,33 @@ def _reduces_two_late(count: int) -> list[exercises.Step]:
     return steps
 
 
+def _without(verb: str, unit: int | None = None) -> Callable:
+    """The right schedule, but for the steps of one verb, or one of them."""
+    return lambda count: [
+        (what, i) for what, i in zero.unit_order(count) if what != verb or unit not in (None, i)
+    ]
+
+
+def _gathers_after(count: int) -> list[exercises.Step]:
+    """The next gather begins when a unit has computed and is free."""
+    steps: list[exercises.Step] = []
+    for i in range(count):
+        steps += [("gather", i)] + [("forward", i)] + [("free", i)] * (i + 1 < count)
+    for i in reversed(range(count)):
+        steps += [("gather", i)] * (i + 1 < count)
+        steps += [("backward", i), ("free", i), ("reduce", i)]
+    return steps
+
+
+def _ahead_in_the_forward_alone(count: int) -> list[exercises.Step]:
+    steps = zero.unit_order(count)
+    turn = steps.index(("forward", count - 1)) + 1
+    late = [step for step in steps[turn:] if step[0] != "gather"]
+    for i in reversed(range(count - 1)):
+        late.insert(late.index(("backward", i)), ("gather", i))
+    return [*steps[:turn], *late]
+
+
 def _frees_the_last(count: int) -> list[exercises.Step]:
     last, steps = count - 1, zero.unit_order(count)
     turn = steps.index(("forward", last)) + 1
@@ -158,6 +235,7 @@ def _gathers_all_again(count: int) -> list[exercises.Step]:
 class _Half:
     """The answer to the bug hunt, each slip a switch; the first two make the code of the lab."""
 
+    of_rank_0 = means_elements = largest_element = clips_late = of_gradients = False
     local_norm = rereads = adds_norms = largest_norm = clips_early = gathers = whole_master = False
     no_root = means_squares = scales_up = tells_nothing = wide_weights = means_norms = False
 
@@ -185,6 +263,14 @@ class _Half:
             norm = self.comm.all_gather(mine.bfloat16()).float().norm()
         elif self.adds_norms:
             norm = self.comm.all_reduce(norm)
+        elif self.of_rank_0:
+            norm = self.comm.broadcast(norm)
+        elif self.of_gradients:
+            norm = self.w.grad.float().norm()
+        elif self.largest_element:
+            norm = self.comm.all_reduce(mine.abs().max(), "max")
+        elif self.means_elements:
+            norm = (self.comm.all_reduce(mine.square().mean()) / self.comm.size).sqrt()
         elif self.largest_norm:
             norm = self.comm.all_reduce(norm, "max")
         elif self.means_norms:
@@ -195,7 +281,8 @@ class _Half:
             norm = (
                 self.comm.all_reduce(norm**2) / (self.comm.size if self.means_squares else 1)
             ).sqrt()
-        mine = mine * min(math.inf if self.scales_up else 1.0, max_norm / norm.item())
+        factor = min(math.inf if self.scales_up else 1.0, max_norm / norm.item())
+        mine = mine * (1 if self.clips_late else factor)
         if self.rereads:
             self.master.data.copy_(self.own(self.w.detach()))
         self.master.grad = self.comm.all_gather(mine) if self.whole_master else mine
@@ -226,6 +313,11 @@ WRONG = {
         Wrong(
             "all-reduces", _slip(_Sharded, "all_reduces"), "bytes sent", "reduce_scatter, is enough"
         ),
+        Wrong("a step late", _AStepLate, "weights", "a `step` ends when"),
+        Wrong("adds zeros", _AddsZeros, "bytes sent", "zeros where others own them"),
+        Wrong("never clears", _NeverClears, "weights", "its share of that, every step"),
+        Wrong("weights of its own", _WritesElsewhere, "weights", "into w itself"),
+        Wrong("gathers all gradients", _GathersGradients, "bytes sent", "nothing else has to"),
         Wrong("steps along the sum", _slip(_Sharded, "sums"), "weights", "Divide by comm.size"),
         Wrong("averages twice", _slip(_Sharded, "averages_twice"), "weights", "divided by N twice"),
         Wrong(
@@ -276,6 +368,26 @@ WRONG = {
             "bytes sent",
             "with the reduce-scatter, 3Ψ",
         ),
+        Wrong("gathers when all is free", _gathers_after, "prefetch", "one unit earlier"),
+        Wrong("ahead forward alone", _ahead_in_the_forward_alone, "prefetch", "one unit earlier"),
+        Wrong(
+            "never reduces",
+            _without("reduce"),
+            "everything is there when it is used",
+            "Reduce every gradient",
+        ),
+        Wrong(
+            "one unit never freed",
+            _without("free", 0),
+            "everything is there when it is used",
+            "free every unit",
+        ),
+        Wrong(
+            "strings",
+            lambda count: [f"{what} {i}" for what, i in zero.unit_order(count)],
+            "everything is there when it is used",
+            "Return pairs",
+        ),
         Wrong("gathers everything first", _gathers_all_first, "bytes held", "whole at once"),
         Wrong(
             "gathers everything for the backward pass",
@@ -307,6 +419,11 @@ WRONG = {
             "clipping",
             "the norm of a rank's own gradient",
         ),
+        Wrong("the norm of rank 0", _slip(_Half, "of_rank_0"), "clipping", "local norm"),
+        Wrong("its own norm", _slip(_Half, "of_gradients"), "clipping", "a rank's own gradient"),
+        Wrong("the largest", _slip(_Half, "largest_element"), "clipping", "largest element"),
+        Wrong("per element", _slip(_Half, "means_elements"), "clipping", "don't average them"),
+        Wrong("not scaled", _slip(_Half, "clips_late"), "clipping", "steps by another gradient"),
         Wrong("no root", _slip(_Half, "no_root"), "clipping", "take the root of it"),
         Wrong(
             "the mean of the squares",
@@ -337,7 +454,7 @@ WRONG = {
             "gathers fp32 weights",
             _slip(_Half, "wide_weights"),
             "bytes sent",
-            "the new weights travel in bf16",
+            "Do the new weights travel in fp32",
         ),
         Wrong(
             "gathers the gradient for its norm", _slip(_Half, "gathers"), "bytes sent", "one number"

@@ -153,7 +153,10 @@ def _why(rank: int, w: Tensor, n: int, numel: int, steps: int) -> str:
     still = (moved == 0).nonzero().flatten().tolist()
     own = list(range(*zero.partition(numel, n).bounds(rank)))
     if len(still) == numel:
-        return "No weight moves: `step` has to write the new ones into w itself, w.data.copy_(…)."
+        return (
+            f"No weight moves in {steps} step{'s' * (steps > 1)}: a `step` ends when the new ones, "
+            "gathered, are written into w itself, w.data.copy_(…)."
+        )
     if steps == 1 and torch.allclose(moved, n * wanted):
         return (
             "The update is N times too long: reduce-scatter sums, and the gradient of the whole "
@@ -253,6 +256,10 @@ _WHOLE_SUMS = (
     "shares, and a rank needs those of its own: half of an all-reduce, reduce_scatter, is enough. "
     "(The first ZeRO-1 of DeepSpeed did the same.)"
 )
+_SUM_OF_ZEROS = (
+    "Is the second exchange an all-reduce of the new weights, zeros where others own them? It adds "
+    "what nobody has to add, and sends twice what an all_gather of the shares does."
+)
 _NOTHING_ELSE = (
     "One reduce_scatter of the gradient and one all_gather of the new weights are enough; "
     "nothing else has to travel."
@@ -278,10 +285,12 @@ def _step_bytes(attempt: Callable) -> str:
         steps = functools.partial(_stepped, attempt, n, numel, _adam)
         for rank, each in enumerate(_sent_a_step(steps, n, (1, 3))):
             if each > least:
+                summed = _ranks.world_of(n).ledger.only(name="reduce_scatter").total
+                three = _SUM_OF_ZEROS if summed else _WHOLE_SUMS
                 raise Failed(
                     f"{n} ranks, Ψ = {numel} weights of 8 B: rank {rank} sends {each:,} B a step, "
                     f"2Ψ(N − 1)/N is {least:,} B",
-                    _WHOLE_SUMS if 1.3 < each / least < 1.7 else _NOTHING_ELSE,
+                    three if 1.3 < each / least < 1.7 else _NOTHING_ELSE,
                 )
     return "2Ψ(N − 1)/N a step"
 
@@ -644,11 +653,13 @@ def _why_clipped(norm: float, rank: int, n: int, slopes: Tensor) -> str:
             "That is the norm of the sum of all ranks' gradients, N times too much: "
             "divide by N before you measure."
         )
-    if is_(true / n**0.5):
+    if is_(true / n**0.5) or is_(true / len(slopes) ** 0.5):
         return (
-            "That is the root of the *mean* of the squares. Each rank has another part of the "
+            "That is the root of a *mean* of squares. Each rank has another part of the "
             "gradient: add the squares, don't average them."
         )
+    if is_(slopes.abs().max()):
+        return "That is the largest element. The norm is the root of the sum of all squares."
     if is_(shares[rank]):
         return (
             "That is the local norm, of this rank's share: every rank scales by its own factor, "
@@ -733,7 +744,15 @@ def _hunt_sent(attempt: Callable) -> str:
     reduced = _sent_a_step(steps, n, (1, 2), name="reduce_scatter")
     for rank, each in enumerate(_sent_a_step(steps, n, (1, 2))):
         # Gradients may be reduced in fp32; the new weights are bf16, and a norm is one number.
-        if reduced[rank] > 2 * least or each - reduced[rank] > least + 64:
+        rest = each - reduced[rank]
+        if reduced[rank] <= 2 * least and 1.9 * least < rest < 2 * least + 64:
+            raise Failed(
+                f"{n} ranks, Ψ = {numel} weights of 2 B: beside its reduce-scatter rank {rank} "
+                f"sends {rest:,} B a step, {least:,} B and a number are enough",
+                "Do the new weights travel in fp32, or all gradients for their norm? What travels "
+                "is bf16, and a norm needs one number of each rank.",
+            )
+        if reduced[rank] > 2 * least or rest > least + 64:
             raise Failed(
                 f"{n} ranks, Ψ = {numel} weights of 2 B: rank {rank} sends {each:,} B a step; "
                 f"2Ψ(N − 1)/N is {2 * least:,} B, or {3 * least:,} B with gradients reduced in "
