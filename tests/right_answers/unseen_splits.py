@@ -106,6 +106,54 @@ def _two_queues(rank, p, m, chunks):
         yield back.popleft()
 
 
+# ── 15a ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _reduceat(w, bits, group):
+    """NumPy, without padding."""
+    w, top = w.numpy(), (1 << (bits - 1)) - 1
+    most = np.maximum.reduceat(np.abs(w), np.arange(0, w.shape[1], group), axis=1)
+    scales = np.where(most > 0, most, top) / top
+    each = np.repeat(scales, group, axis=1)[:, : w.shape[1]]
+    return np.rint(w / each).astype(np.int8), scales
+
+
+def _lists(w, bits, group):
+    top, codes, scales = 2 ** (bits - 1) - 1, [], []
+    for row in w.tolist():
+        parts = [row[at : at + group] for at in range(0, len(row), group)]
+        scales.append([max(map(abs, part)) / top or 1.0 for part in parts])
+        pairs = zip(parts, scales[-1], strict=True)
+        codes.append([round(x / scale) for part, scale in pairs for x in part])
+    return codes, scales
+
+
+def _a_small_number_added(x, w, limit):
+    w_scale = w.abs().amax(1, keepdim=True) / 127 + 1e-12
+    codes = (x * 127 / limit).round().clamp(-128, 127).clamp(min=-127)
+    return (codes @ (w / w_scale).round().mT) * (limit / 127) * w_scale.mT
+
+
+def _cholesky(w, H, scales):
+    """Rows of the inverse's Cholesky factor, as GPTQ has them."""
+    factor, y = torch.linalg.cholesky(torch.linalg.inv(H), upper=True), w.clone()
+    for j in range(w.shape[1]):
+        error = y[:, j] - (y[:, j] / scales[:, 0]).round().clamp(-7, 7) * scales[:, 0]
+        y[:, j:] -= torch.outer(error / factor[j, j], factor[j, j:])
+    return y
+
+
+def _least_squares(w, H, scales):
+    """The best places of what is free, solved for anew after each column."""
+    y = w.clone()
+    for j in range(w.shape[1]):
+        rounded = (y[:, j] / scales[:, 0]).round().clamp(-7, 7) * scales[:, 0]
+        moved, free = rounded - y[:, j], slice(j + 1, None)
+        y[:, free] -= torch.outer(moved, torch.linalg.solve(H[free, free], H[free, j]))
+        y[:, j] = rounded
+    return y
+
+
 RIGHT = {
     "tensor_parallel/feed-forward": {
         "data replaced": _data_replaced,
@@ -133,5 +181,16 @@ RIGHT = {
         "two queues": _two_queues,
         "a list": partial(ways.interleaved, way=list),
         "one hop fewer": partial(ways.interleaved, hops=1),
+    },
+    "quantization/groups": {"reduceat": _reduceat, "lists": _lists, "split": ways.groups},
+    "quantization/bug-hunt": {
+        "int32": ways.integers,
+        "whole numbers in fp64": partial(ways.integers, sums=torch.float64),
+        "a small number added": _a_small_number_added,
+    },
+    "quantization/feedback": {
+        "Cholesky": _cholesky,
+        "least squares": _least_squares,
+        "a loop": ways.feedback,
     },
 }

@@ -183,7 +183,7 @@ WRONG = {
         Wrong("codes that are not rounded", _scaled_back_early, "integers", "round both"),
         Wrong("six bits", _six_bits, "a scale for each output channel", "code 1"),
         Wrong("the first token for all", _one_row, "a scale for each output channel", ""),
-        Wrong("the scale follows x", _slip(_layer, follow=True), "beyond the limit", "follows x"),
+        Wrong("the scale follows x", _slip(_layer, follow=True), "beyond the limit", "whatever x is"),
     ),
     "quantization/feedback": (
         Wrong("to nearest", _nearest, "values", "not handed on"),

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 
 from labutils.tensor_parallel import copy_to, cross_entropy, gather_from, reduce_from, scatter_to
@@ -151,6 +152,66 @@ def _breadth_first(rank, p, m, chunks):
     return [("F", *at) for row in rows for at in row] + back
 
 
+# ── 15a ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def groups(w, bits, group, *, reach=lambda top: top, even=round, signed=False, way=lambda *both: both):
+    """Groups as slices of columns; reach: what the largest |w| becomes."""
+    codes, scales, top = [], [], 2 ** (bits - 1) - 1
+    for part in w.split(group, 1):
+        scale = part.abs().amax(1, keepdim=True) / reach(top)
+        scale = scale.where(scale > 0, 1.0)
+        codes.append((part / scale).ceil() if even is math.ceil else (part / scale).round())
+        scales.append(scale)
+    return way(torch.cat(codes, 1) + top * signed, torch.cat(scales, 1))
+
+
+def _min_to_max(w, bits, group):
+    """Scales of an affine grid."""
+    codes, scales = [], []
+    for part in w.split(group, 1):
+        reach = part.amax(1, keepdim=True) - part.amin(1, keepdim=True)
+        scales.append((reach / (2**bits - 1)).where(reach > 0, 1.0))
+        codes.append((part / scales[-1]).round())
+    return torch.cat(codes, 1), torch.cat(scales, 1)
+
+
+def _whole_groups(w, bits, group):
+    codes, scales = groups(w, bits, group)
+    return codes, scales[:, : w.shape[1] // group]
+
+
+def integers(x, w, limit, *, ends=(-127, 127), top=127, of_w=1, sums=torch.int32, x_scale=True,
+             whole=True):  # fmt: skip
+    """A layer of codes; top: what max|w| becomes; of_w: over which axis; sums: their type."""
+    w_scale = (w.abs().amax() if of_w is None else w.abs().amax(of_w)) / top
+    w_scale = torch.where(w_scale > 0, w_scale, 1.0)
+    w_codes = w / (w_scale[:, None] if w_scale.dim() else w_scale)
+    x_codes = (x / (limit / 127)).clamp(*ends)
+    x_codes, w_codes = (c.round() if whole else c for c in (x_codes, w_codes))
+    y = (x_codes.to(sums) @ w_codes.to(sums).mT) * w_scale
+    return y * (limit / 127) if x_scale else y
+
+
+def _clipped_only(x, w, limit):
+    return x.clamp(-limit, limit) @ w.mT
+
+
+def feedback(w, H, scales, *, backwards=False, ends=7, copied=True, near=False, first=False,
+             made=True):  # fmt: skip
+    """near: the next column alone makes up; first: the error of what the column was at first."""
+    y, given, inverse = w.clone() if copied else w, w.clone(), torch.linalg.inv(H)
+    columns = range(w.shape[1])
+    for j in reversed(columns) if backwards else columns:
+        rounded = (y[:, j] / scales[:, 0]).round().clamp(-ends, ends) * scales[:, 0]
+        error = ((given if first else y)[:, j] - rounded) / inverse[j, j]
+        y[:, j] = rounded
+        rest = slice(0, j) if backwards else slice(j + 1, j + 2 if near else None)
+        y[:, rest] -= error[:, None] * inverse[j, rest]
+        inverse = inverse - inverse[:, j, None] * inverse[j] / inverse[j, j]
+    return y if made else y / scales
+
+
 # Exercise: name, attempt, the property that must reject it, words of what it must say.
 _ALL = {
     "tensor_parallel/feed-forward": [
@@ -220,6 +281,39 @@ _ALL = {
         ("one forward fewer", partial(interleaved, more=-1), "two ranks", "its own forward"),
         ("the first of three", _after_alone, "other numbers of chunks", "comes back first"),
         ("breadth first", _breadth_first, "memory", "are enough"),
+    ],
+    "quantization/groups": [
+        ("one code more", partial(groups, reach=lambda top: top + 1), "scales", "divide by"),
+        ("rounded up", partial(groups, even=math.ceil), "codes", "codes = round"),
+        ("codes from 0", partial(groups, signed=True), "codes", "codes = round"),
+        ("the other way round", partial(groups, way=lambda *both: both[::-1]),
+         "scales", "codes first"),
+        ("a scale for a row", lambda w, bits, group: groups(w, bits, w.shape[1]),
+         "scales", "a scale of its own"),
+        ("whole groups alone", _whole_groups, "scales", "may be short"),
+        ("from min to max", _min_to_max, "scales", "top code"),
+        ("scales upside down", partial(groups, way=lambda c, s: (c, 1 / s)), "scales", "top code"),
+    ],
+    "quantization/bug-hunt": [
+        ("not clipped", partial(integers, ends=(-(2**30), 2**30)), "beyond the limit", "Clip them"),
+        ("positive codes", partial(integers, ends=(0, 127)), "beyond the limit", "negative ones"),
+        ("divided by 128", partial(integers, top=128), "integers", "divide by 127"),
+        ("one scale for all of w", partial(integers, of_w=None),
+         "a scale for each output channel", "a row of w"),
+        ("without the scale of x", partial(integers, x_scale=False),
+         "sums of products", "by both scales"),
+        ("int16 to sum in", partial(integers, sums=torch.int16), "sums of products", "int32"),
+        ("sums in fp16", partial(integers, sums=torch.float16), "sums of products", "int32"),
+        ("numbers for codes", partial(integers, whole=False, sums=torch.float64), "integers", "round both"),
+        ("clipped, not rounded", _clipped_only, "integers", "round both"),
+    ],
+    "quantization/feedback": [
+        ("from the last column", partial(feedback, backwards=True), "values", "From the first"),
+        ("to 8", partial(feedback, ends=8), "on the grid", "clamp"),
+        ("w itself", partial(feedback, copied=False), "what is left alone", "clone"),
+        ("the next column alone", partial(feedback, near=True), "values", "j + 1:"),
+        ("the error of w", partial(feedback, first=True), "values", "by then"),
+        ("codes", partial(feedback, made=False), "on the grid", "times scales"),
     ],
 }  # fmt: skip
 

@@ -54,11 +54,17 @@ def _both(attempt: Callable, w: Tensor, bits: int, group: int) -> tuple[Tensor, 
     codes, scales = _tensor(got[0], f"{case}: codes"), _tensor(got[1], f"{case}: scales")
     right = [len(w), -(-w.shape[1] // group)]
     if list(scales.shape) != right:
-        raise Failed(
-            f"{case}: scales are {list(scales.shape)}, there are {right} groups",
+        hint = (
             "Groups lie within a row, the last one of a row may be short: "
-            "flattened first, a group runs over the end of a row into the next.",
+            "flattened first, a group runs over the end of a row into the next."
         )
+        if scales.shape == w.shape and list(codes.shape) == right:
+            hint = "Return the codes first, then the scales."
+        elif len(scales.shape) == 2 and len(scales) == len(w):
+            hint = (
+                "A row has ⌈k/group⌉ groups, each with a scale of its own; the last may be short."
+            )
+        raise Failed(f"{case}: scales are {list(scales.shape)}, there are {right} groups", hint)
     if codes.shape != w.shape:
         raise Failed(f"{case}: codes are {list(codes.shape)}", "Codes have the shape of w.")
     return codes.double(), scales.double(), case
@@ -212,8 +218,11 @@ def _idle_channel(attempt: Callable) -> str:
 def _sums(attempt: Callable) -> str:
     for k in (8, 512):
         x, w = _drawn(6, k).abs().clamp(max=3), _drawn(5, k).abs()
-        y = _product(attempt, x, w, 3.0, f"k = {k}")
-        if (off := _off(y, x.double() @ w.double().mT)) > 0.05:
+        y, right = _product(attempt, x, w, 3.0, f"k = {k}"), x.double() @ w.double().mT
+        if (off := _off(y, right)) > 0.05:
+            if _off(y * 3.0 / 127, right) < 0.05:
+                hint = "The sum of codes is to be multiplied by both scales, that of x too."
+                raise Failed(f"limit = 3: an output is {127 / 3:.0f} times too large", hint)
             raise Failed(
                 f"sums of {k} products: off by {100 * off:.2g} %",
                 "A product of two int8 has up to 16,129, and int8 ends at 127 and wraps around, "
@@ -222,7 +231,10 @@ def _sums(attempt: Callable) -> str:
     return "up to 512 products"
 
 
-_FOLLOWS = "The scale follows x here: it is limit / 127, and what is beyond is clipped."
+_FOLLOWS = (
+    "What is beyond the limit comes out whole: the scale is limit / 127, whatever x is, and codes "
+    "end at ±127. Clip them."
+)
 _WRAPS = (
     "A cast to int8 wraps around: 200 becomes −56, and clamping after it finds nothing to clamp. "
     "Clip first, then round and cast."
@@ -260,6 +272,10 @@ def _integers(attempt: Callable) -> str:
     )
     sums = y / unit
     if (sums - sums.round()).abs().max() > 0.05:
+        for ratio in (128 / 127, 128**2 / 127**2):
+            if (sums * ratio - (sums * ratio).round()).abs().max() < 0.05:
+                hint = "Codes reach from −127 to 127: divide by 127, for x and for w."
+                raise Failed("4 products: codes are whole, but a scale is max / 128", hint)
         raise Failed(
             f"4 products: in units of both scales an output is {sums[0, 0]:.2f}, no whole number",
             "Codes of x and of w are integers, and so is the sum of their products: round both.",
@@ -326,6 +342,8 @@ def _on_the_grid(attempt: Callable) -> str:
     codes = _fed(attempt, w, H, scales) / scales
     if (codes - codes.round()).abs().max() > 1e-6:
         hint = "Each column is rounded in its turn, and is not changed after that: only later are."
+        if (codes * scales - (codes * scales).round()).abs().max() < 1e-6:
+            hint = "These are the codes alone: return them times scales."
         raise Failed("the result has values between those of the grid", hint)
     if codes.abs().max() > 7.5:
         hint = "What earlier columns add can lead beyond the largest code: clamp before you scale."
@@ -369,7 +387,9 @@ def _values(attempt: Callable) -> str:
             slips = _slips_of_feedback(*given).items()
             same = (words for words, bad in slips if torch.allclose(found, bad, atol=1e-9))
             hint = next(
-                same, "Change w[:, j + 1:] by −(error / inverse[j, j]) · inverse[j, j + 1:]."
+                same,
+                "From the first column on, change w[:, j + 1:] by −(error / inverse[j, j]) · "
+                "inverse[j, j + 1:], with the error of what column j has become by then.",
             )
             raise Failed(f"k = {k}: {int(wrong.sum())} of {wrong.numel()} weights differ", hint)
     return "3 cases"
