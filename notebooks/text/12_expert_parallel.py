@@ -570,11 +570,11 @@ plots.overlap(
     between_nodes_in_halves=two(layer(NODES, chunks=2)),
     narrow_experts_between_nodes_in_halves=two(layer(NODES, f=2048, chunks=2)),
     per="layer",
-    title="Between nodes halves hide half of what travels, with narrow experts a fifth",
+    title="In halves, wide experts hide half of what travels, narrow ones a fifth",
 )
 
 # %% [markdown]
-# In halves the first dispatch and the last combine have nothing to hide behind. Rows travel twice, so experts hide both ways only from 2·F/(3·bw) on, 10,020 between nodes; narrower ones leave the rest exposed, however finely you cut.
+# Between nodes, in halves, the first dispatch and the last combine have nothing to hide behind. Rows travel twice, so experts hide both ways only from 2·F/(3·bw) on, 10,020 between nodes; narrower ones leave the rest exposed, however finely you cut.
 #
 # > Now one expert of eight gets twice the mean, the others share the rest. How many times as long do the experts take, on NVLink?
 

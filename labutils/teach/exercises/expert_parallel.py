@@ -251,10 +251,10 @@ class _Case:
         """Every token's experts, one token after the other; or with a slip."""
         out = torch.zeros_like(self.x[rank])
         given = _divided(self.weights[rank]) if divided else self.weights[rank]
+        given = torch.full_like(given, 1 / self.k) if alike else given
         for t, row in enumerate(self.x[rank]):
             for c, e in enumerate(self.chosen[rank][t].tolist()):
                 w = given[t, c] if weights else 1
-                w = 1 / self.k if alike else w
                 part = self.visit(e, w * row) if early else w * self.visit(e, row)
                 out[t] = part if last else out[t] + part
         return out
