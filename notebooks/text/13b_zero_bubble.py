@@ -312,7 +312,7 @@ for b, w in ((1.0, 1.0), (1.08, 0.92), (1.3, 0.7), (1.6, 0.4), (1.8, 0.2)):
     print(f"B {b:.2f}, W {w:.2f}: ZB-H2 is {shorter:.1%} shorter")
 
 # %% [markdown]
-# Where B is somewhat longer than W, ZB-H2 still takes the least of 27 units, and ZB-H1 no longer does: 6 % is the most of these five, and with more micro-batches all of them fall. With a W much shorter than B neither has enough of it to fill the bubble. In the paper ZB-H2 is idle for (p − 1)(F + B − 2W), without a barrier: not at all for equal times.
+# Where B is somewhat longer than W, ZB-H2 still takes the least of 27 units, and ZB-H1 no longer does: 6 % is the most of these five, and with more micro-batches they fall. With a W much shorter than B neither has enough of it to fill the bubble. In the paper ZB-H2 is idle for (p − 1)(F + B − 2W), without a barrier: not at all for equal times.
 #
 # The barrier stands before the optimizer's update, O, here of one unit: clipping needs the norm of all ranks' gradients, loss scaling the test for inf. Take it away. Each rank updates as
 # soon as its own W are done, rank 0 begins its next step while rank 3 still works at this one, and what counts is the *period*, the longest that one rank takes from its first operation to
