@@ -312,7 +312,7 @@ for b, w in ((1.0, 1.0), (1.08, 0.92), (1.3, 0.7), (1.6, 0.4), (1.8, 0.2)):
     print(f"B {b:.2f}, W {w:.2f}: ZB-H2 is {shorter:.1%} shorter")
 
 # %% [markdown]
-# Where B is somewhat longer than W, ZB-H2 still takes the least of 27 units, and ZB-H1 no longer does: 6 % is the most of these five. With a W much shorter than B neither has enough of it to fill the bubble. In the paper ZB-H2 is idle for (p − 1)(F + B − 2W), without a barrier: not at all for equal times.
+# Where B is somewhat longer than W, ZB-H2 still takes the least of 27 units, and ZB-H1 no longer does: 6 % is the most of these five, and with more micro-batches they fall. With a W much shorter than B neither has enough of it to fill the bubble. In the paper ZB-H2 is idle for (p − 1)(F + B − 2W), without a barrier: not at all for equal times.
 #
 # The barrier stands before the optimizer's update, O, here of one unit: clipping needs the norm of all ranks' gradients, loss scaling the test for inf. Take it away. Each rank updates as
 # soon as its own W are done, rank 0 begins its next step while rank 3 still works at this one, and what counts is the *period*, the longest that one rank takes from its first operation to
@@ -442,8 +442,9 @@ for pair in (1.5, 1.3, 1.1):
     print(f"a pair takes {pair}; a step: DualPipeV {both:.1f}, ZB-V {v:.1f}")
 
 # %% [markdown]
-# "A pair" is F of one micro-batch with B and W of another. If it takes its parts' 1.5, DualPipeV is the longer one; it pays from 1.33 down, a ninth less than the parts. (`pipeline.run` has one device per rank and runs such pairs one after the other, F first: the same
+# "A pair" is F of one micro-batch with B and W of another. If it takes its parts' 1.5, DualPipeV is p − 1 units longer. It pays where a pair is shorter than its parts by (p − 1)/(2m − p − 2) units, more often with many micro-batches: here from 1.33 down, with m = 24 from 1.43. (`pipeline.run` has one device per rank and runs such pairs one after the other, F first: the same
 # gradients, and no gain.)
+#   <!-- claim: all(abs(schedule.simulate(schedule.dualpipe_v(p, m), schedule.Durations(0.5, 0.5, 0.5, fused=1.5 - (p - 1) / (2 * m - p - 2))).period - 3 * m) < 1e-9 for p, m in ((4, 12), (4, 24), (8, 24))) == True -->
 
 # %% [markdown]
 # **Held under every schedule** of the two labs, by GPT-2 cut by FLOPs: micro-batches and, beyond weights and their gradients, GB, on rank 0 and on rank 3. No rank between them holds more than the fuller of the two:

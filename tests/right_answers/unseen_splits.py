@@ -106,6 +106,49 @@ def _two_queues(rank, p, m, chunks):
         yield back.popleft()
 
 
+# ── 13b ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _defaults(weights, inputs, dy):
+    """What a function reads is bound when it is made."""
+    owed = []
+    for x, weight in zip(inputs[::-1], weights[::-1], strict=True):
+
+        def pay(weight=weight, grad=dy, x=x):
+            product = grad.mT @ x
+            weight.grad = product if weight.grad is None else weight.grad + product
+
+        owed.append(pay)
+        dy = dy @ weight
+    return dy, lambda: [pay() for pay in owed]
+
+
+def _gradients_listed(weights, inputs, dy):
+    """B keeps the gradient of each output; W goes from the first layer to the last."""
+    outs = [dy]
+    for weight in reversed(weights):
+        outs.append(outs[-1].matmul(weight))
+
+    def w():
+        for i, (weight, x) in enumerate(zip(weights, inputs, strict=True)):
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            weight.grad += outs[len(weights) - 1 - i].mT.matmul(x)
+
+    return outs[-1], w
+
+
+def _counted(rank, p, m):
+    """Counts of F, B and W: what is held decides."""
+    done = {"F": 0, "B": 0, "W": 0}
+    while done["W"] < m:
+        forward = done["F"] < m and done["F"] - done["B"] < p - rank
+        late = done["B"] - done["W"] > rank or done["B"] == m
+        kind = "W" if late else "F" if forward else "B"
+        yield f"{kind}{done[kind]}"
+        done[kind] += 1
+
+
 # ── 15a ──────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -181,6 +224,16 @@ RIGHT = {
         "two queues": _two_queues,
         "a list": partial(ways.interleaved, way=list),
         "one hop fewer": partial(ways.interleaved, hops=1),
+    },
+    "pipeline/late-weights": {
+        "defaults": _defaults,
+        "gradients listed": _gradients_listed,
+        "tuples": ways.late,
+    },
+    "pipeline/place-w": {
+        "counted": _counted,
+        "a queue": ways.place,
+        "the newest W first": partial(ways.place, newest=True),
     },
     "quantization/groups": {"reduceat": _reduceat, "lists": _lists, "split": ways.groups},
     "quantization/bug-hunt": {

@@ -152,6 +152,42 @@ def _breadth_first(rank, p, m, chunks):
     return [("F", *at) for row in rows for at in row] + back
 
 
+# ── 13b ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def late(weights, inputs, dy, *, turned=False, order=reversed, half=False, of="output", at_once=False,
+         adds=True):  # fmt: skip
+    """of: whose gradient W reads; order: of the inputs; half: a mean with what is there."""
+    owed = []
+    for x, weight in zip(order(inputs), reversed(weights), strict=True):
+        out, dy = dy, dy @ weight
+        owed.append((weight, out if of == "output" else dy, x))
+
+    def pay():
+        for weight, grad, x in owed:
+            product = x.mT @ grad if turned else grad.mT @ x
+            if adds and weight.grad is not None:
+                product = (product + weight.grad) / (1 + half)
+            weight.grad = product
+
+    if at_once:
+        pay()
+        return dy, lambda: None
+    return dy, pay
+
+
+def place(rank, p, m, *, waits=lambda rank, p, m: rank, first=False, ahead=lambda rank, p: p - 1 - rank,
+          newest=False):  # fmt: skip
+    """ZB-H1 by a queue of W: how many may wait; first: each W before its B."""
+    ops, owed = [], []
+    for op in order(rank, p, m, warm=lambda rank, p, m: ahead(rank, p)):
+        if op[0] == "B":
+            owed.append("W" + op[1:])
+        late_ones = [owed.pop(-1 if newest else 0)] if len(owed) > waits(rank, p, m) else []
+        ops += [*late_ones, op] if first else [op, *late_ones]
+    return ops + owed
+
+
 # ── 15a ──────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -281,6 +317,26 @@ _ALL = {
         ("one forward fewer", partial(interleaved, more=-1), "two ranks", "its own forward"),
         ("the first of three", _after_alone, "other numbers of chunks", "comes back first"),
         ("breadth first", _breadth_first, "memory", "are enough"),
+    ],
+    "pipeline/late-weights": [
+        ("transposed products", partial(late, turned=True), "one layer", "transposed"),
+        ("inputs from the first", partial(late, order=iter), "several layers", "another order"),
+        ("a mean of micro-batches", partial(late, half=True), "several micro-batches", "the sum over"),
+        ("the gradient of the input", partial(late, of="input"), "one layer", "layer's output"),
+        ("W before it is asked for", partial(late, at_once=True), "one layer", "belong to W"),
+        ("the last micro-batch alone", partial(late, adds=False), "several micro-batches", "add to"),
+    ],
+    "pipeline/place-w": [
+        ("W last of all", partial(place, waits=lambda rank, p, m: m), "memory", "until W"),
+        ("no W waits", partial(place, waits=lambda rank, p, m: 0), "time", "rank before wait"),
+        ("on the last rank alone",
+         partial(place, waits=lambda rank, p, m: rank * (rank == p - 1)), "time", "rank before wait"),
+        ("W before B", partial(place, first=True),
+         "every operation, in a legal order", "its own B"),
+        ("forwards of ZB-H2", partial(place, ahead=lambda rank, p: 2 * (p - 1 - rank)),
+         "memory", "until W"),
+        ("as many as ranks follow", partial(place, waits=lambda rank, p, m: p - 1 - rank),
+         "memory", "until W"),
     ],
     "quantization/groups": [
         ("one code more", partial(groups, reach=lambda top: top + 1), "scales", "divide by"),

@@ -363,14 +363,19 @@ def _chain(sizes: Sequence[int], m: int) -> tuple[list[Tensor], list[tuple[list[
     return weights, passes
 
 
+_TURNED = "It is transposed: the gradient of weight[o, i] is grad.mT @ x."
+
+
 def _is(found: Any, wanted: Tensor, case: str, what: str, why: str) -> None:
     if not isinstance(found, Tensor) or found.shape != wanted.shape:
         got = tuple(found.shape) if isinstance(found, Tensor) else found
         if isinstance(found, Tensor) and found.mT.shape == wanted.shape:
-            why = "It is transposed: the gradient of weight[o, i] is grad.mT @ x."
+            why = _TURNED
         raise Failed(f"{case}: {what} is {got!r:.60}, not of shape {tuple(wanted.shape)}", why)
     if not torch.allclose(found, wanted, rtol=1e-10, atol=1e-12):
-        off = (found - wanted).norm() / wanted.norm()
+        off, turned = (found - wanted).norm() / wanted.norm(), found.mT
+        if turned.shape == wanted.shape and torch.allclose(turned, wanted):
+            why = _TURNED
         raise Failed(f"{case}: {what} is off by {100 * off:.2g} %", why)
 
 
