@@ -262,7 +262,8 @@ def _values(attempt: Callable) -> str:
             words = "Rounded twice: put x and the gradient themselves into tiles along tokens, and "
             words += "not what comes back from the tiles of the other products."
             once = [to_eight(each.mT, F8_E4M3, along).numbers().mT for each in (a, b)]
-            candidates.append((words, product(*(to_eight(each, F8_E4M3, along) for each in once))))
+            again, other = (to_eight(each, F8_E4M3, along) for each in once)
+            candidates.append((words, product(again, other)))
         for words, put in _variants():
             others = [square8] if square8 is not None else [to_eight(b, F8_E4M3, along), put(b)]
             candidates += [(words, product(put(a), each)) for each in others]
