@@ -15,8 +15,8 @@ from labutils.config import Mesh, ModelConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler
 from labutils.quantization import (
-    E4M3,
-    E5M2,
+    F8_E4M3,
+    F8_E5M2,
     RECIPES,
     SCHEMES,
     Adam8,
@@ -62,7 +62,7 @@ def tokens(rows=4, config=SMALL):
 # ── a cast ────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("dtype", "fmt"), [(E4M3, floats.E4M3), (E5M2, floats.E5M2)])
+@pytest.mark.parametrize(("dtype", "fmt"), [(F8_E4M3, floats.E4M3), (F8_E5M2, floats.E5M2)])
 def test_the_cast_is_that_of_floats_to_the_bit(dtype, fmt):
     values = [v for v in fmt.representable() if v >= 0]
     middles = [(a + b) / 2 for a, b in itertools.pairwise(values)]
@@ -80,11 +80,11 @@ def test_int8_goes_to_127_and_no_further():
 
 
 def test_nan_stays_nan():
-    for dtype in (E4M3, E5M2):
+    for dtype in (F8_E4M3, F8_E5M2):
         assert cast(torch.tensor([math.nan]), dtype).float().isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8])
+@pytest.mark.parametrize("dtype", [F8_E4M3, F8_E5M2, torch.int8])
 @pytest.mark.parametrize("tile", [None, (1, 128), (128, 128)])
 def test_every_tile_uses_the_whole_range(dtype, tile):
     x = drawn(200, 300) * torch.logspace(-6, 6, 200)[:, None]
@@ -93,8 +93,8 @@ def test_every_tile_uses_the_whole_range(dtype, tile):
         tile_amax(eight.codes.float(), tile), torch.full_like(eight.inverse, largest(dtype))
     )
     error = (eight.numbers() - x).abs()
-    half = {E4M3: 2**-4, E5M2: 2**-3, torch.int8: 0}[dtype]
-    gap = {E4M3: 2**-10, E5M2: 2**-17, torch.int8: 0.501}[dtype]
+    half = {F8_E4M3: 2**-4, F8_E5M2: 2**-3, torch.int8: 0}[dtype]
+    gap = {F8_E4M3: 2**-10, F8_E5M2: 2**-17, torch.int8: 0.501}[dtype]
     spread = tile_amax(x, tile) / largest(dtype)
     for dim, size in enumerate(tile or (1, 1)):
         spread = spread.repeat_interleave(size, dim).narrow(dim, 0, x.shape[dim] if tile else 1)
@@ -118,7 +118,7 @@ def test_a_tensor_of_zeros_stays_zero():
 # ── products ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)])
+@pytest.mark.parametrize("formats", [(F8_E4M3, F8_E4M3), (F8_E5M2, F8_E4M3)])
 def test_products_are_those_of_scaled_mm(formats):
     a, b = (
         to_eight(drawn(m, 256, seed=m) * 3, fmt) for m, fmt in zip((48, 64), formats, strict=True)
@@ -133,7 +133,7 @@ def test_products_are_those_of_scaled_mm(formats):
 
 def test_products_of_powers_of_two_are_those_of_scaled_mm_to_the_bit():
     one = torch.tensor(0.5)
-    a, b = (to_eight(drawn(n, 128, seed=n), E4M3, scale=1 / one) for n in (16, 32))
+    a, b = (to_eight(drawn(n, 128, seed=n), F8_E4M3, scale=1 / one) for n in (16, 32))
     theirs = torch._scaled_mm(
         a.codes, b.codes.mT, scale_a=one, scale_b=one, out_dtype=torch.float32
     )
@@ -141,11 +141,11 @@ def test_products_of_powers_of_two_are_those_of_scaled_mm_to_the_bit():
 
 
 def test_a_scale_may_not_change_inside_a_sum():
-    w = to_eight(drawn(256, 256), E4M3, (1, 128))
+    w = to_eight(drawn(256, 256), F8_E4M3, (1, 128))
     product(w, w)
     with pytest.raises(ValueError, match="changes after 1 of 256 terms"):
         product(w.mT, w)
-    square = to_eight(drawn(256, 256), E4M3, (128, 128))
+    square = to_eight(drawn(256, 256), F8_E4M3, (128, 128))
     assert torch.equal(product(square.mT, square), square.numbers().mT @ square.numbers().mT)
 
 
@@ -179,7 +179,7 @@ def test_the_transform_returns_the_module_and_keeps_its_parameters():
     assert use_fp8(model, Scheme()) is model
     assert dict(model.named_parameters()) == before
     assert len(fp8_layers(model)) == 12 and type(model.head) is nn.Linear
-    assert Scheme(scaling="tiles").dtype("grad") == E5M2
+    assert Scheme(scaling="tiles").dtype("grad") == F8_E5M2
     with pytest.raises(ValueError, match="choose one of none, current, delayed, tiles"):
         Scheme(scaling="tile")
 
@@ -325,7 +325,7 @@ def test_weights_are_the_master_weights_rounded_once_more():
     for layer in fp8_layers(model).values():
         master = optimizer.read(layer.weight, "master weights")
         assert torch.equal(master, master.bfloat16().float())
-        assert torch.equal(layer.weight.float(), to_eight(master, E4M3).codes.float())
+        assert torch.equal(layer.weight.float(), to_eight(master, F8_E4M3).codes.float())
 
 
 def test_kept_in_fp32_it_is_adamw():
@@ -631,7 +631,7 @@ def test_a_module_without_a_layer_for_8_bits_is_refused():
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8])
+@pytest.mark.parametrize("dtype", [F8_E4M3, F8_E5M2, torch.int8])
 @pytest.mark.parametrize("scale", [None, torch.ones(())])
 def test_what_is_no_number_is_none_in_8_bits(dtype, wrong, scale):
     x = torch.ones(2, 4)
@@ -642,7 +642,7 @@ def test_what_is_no_number_is_none_in_8_bits(dtype, wrong, scale):
 
 
 def test_what_overflows_by_its_scale_is_a_large_number():
-    eight = to_eight(torch.tensor([[1e30, -1.0]]), E4M3, scale=torch.tensor(1e20))
+    eight = to_eight(torch.tensor([[1e30, -1.0]]), F8_E4M3, scale=torch.tensor(1e20))
     assert eight.codes.tolist() == [[448.0, -448.0]]
 
 

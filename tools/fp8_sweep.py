@@ -18,7 +18,7 @@ import torch
 
 from labutils import floats, quantization
 from labutils.config import DATA
-from labutils.quantization import E4M3, SCHEMES, Scheme
+from labutils.quantization import F8_E4M3, SCHEMES, Scheme
 from labutils.teach import rigs
 
 SEEDS, STEPS, RATE = range(3), 60, 5e-4
@@ -27,7 +27,7 @@ TRAINED: list[tuple[str, Scheme | None, dict[str, float]]] = [
     ("fp32", None, {}), ("no gradient for the blocks", SCHEMES["unscaled"], {"share": 2.0**-12}),
     ("int8, one scale", INT8, {}), ("int8, one scale", INT8, {"k": 1e2}),
     ("int8, tiles", TILES, {"k": 1e2}),
-    ("e4m3, one scale", Scheme(E4M3, E4M3), {"k": 1e5}),
+    ("e4m3, one scale", Scheme(F8_E4M3, F8_E4M3), {"k": 1e5}),
     ("e4m3, tiles", SCHEMES["tiles"], {"k": 1e5}),
 ]  # fmt: skip
 

@@ -3,8 +3,8 @@
 from labutils.quantization.blocks import BlockLinear, hadamard, use_blocks
 from labutils.quantization.error_feedback import error_feedback, hessian
 from labutils.quantization.fp8 import (
-    E4M3,
-    E5M2,
+    F8_E4M3,
+    F8_E5M2,
     OPERANDS,
     SCHEMES,
     Eight,

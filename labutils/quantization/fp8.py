@@ -17,7 +17,7 @@ from labutils import units
 from labutils.tensor_parallel import ColumnLinear, RowLinear, Split, TokenLinear
 from labutils.world import Comm
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+F8_E4M3, F8_E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GROUP = 128
 """How many products are added up before a scale can be applied: the length of a tile."""
 
@@ -34,7 +34,7 @@ _SMALLEST = 1e-30  # of an amax: a tensor of zeros has a scale, too
 def largest(dtype: torch.dtype) -> float:
     """The largest number of an 8-bit format; int8 is used from −127 to 127.
 
-    >>> largest(E4M3), largest(E5M2), largest(torch.int8)
+    >>> largest(F8_E4M3), largest(F8_E5M2), largest(torch.int8)
     (448.0, 57344.0, 127.0)
     """
     return float((torch.iinfo if dtype == torch.int8 else torch.finfo)(dtype).max)
@@ -46,7 +46,7 @@ def cast(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Shaped[Tensor, "*sha
     It is clipped *before* it is rounded: e5m2 has an infinity, which torch's own cast goes to. So
     is an infinity; `to_eight` makes a NaN of it, which a loss scale sees.
 
-    >>> cast(torch.tensor([0.3, 1e6]), E5M2).tolist(), cast(torch.tensor([-1e6]), E4M3).item()
+    >>> cast(torch.tensor([0.3, 1e6]), F8_E5M2).tolist(), cast(torch.tensor([-1e6]), F8_E4M3).item()
     ([0.3125, 57344.0], -448.0)
     """
     x = x.clamp(-largest(dtype), largest(dtype))
@@ -106,7 +106,7 @@ def to_eight(
     |x| now; or with a `scale` that is known already. What comes back of a NaN or an infinity is
     NaN.
 
-    >>> eight = to_eight(torch.tensor([[1.0, 0.3], [-2.0, 0.0]]), E4M3)
+    >>> eight = to_eight(torch.tensor([[1.0, 0.3], [-2.0, 0.0]]), F8_E4M3)
     >>> eight.codes.tolist(), round(1 / eight.inverse.item(), 3)
     ([[224.0, 64.0], [-448.0, 0.0]], 224.0)
     """
@@ -153,8 +153,8 @@ class Scheme:
     ValueError: scaling='tenser': choose one of none, current, delayed, tiles
     """
 
-    forward: torch.dtype = E4M3
-    backward: torch.dtype = E5M2
+    forward: torch.dtype = F8_E4M3
+    backward: torch.dtype = F8_E5M2
     scaling: str = "current"
     history: int = 16
 
@@ -162,8 +162,8 @@ class Scheme:
         if self.scaling not in SCALINGS:
             raise ValueError(f"scaling={self.scaling!r}: choose one of {', '.join(SCALINGS)}")
         for dtype in (self.forward, self.backward):
-            if dtype not in (E4M3, E5M2, torch.int8):
-                known = ", ".join(map(str, (E4M3, E5M2, torch.int8)))
+            if dtype not in (F8_E4M3, F8_E5M2, torch.int8):
+                known = ", ".join(map(str, (F8_E4M3, F8_E5M2, torch.int8)))
                 raise ValueError(f"{dtype!r} is no format of 8 bits here: choose one of {known}")
         units.whole_fields(self, "history")
 
@@ -176,7 +176,7 @@ SCHEMES = {
     "unscaled": Scheme(scaling="none"),
     "current": Scheme(),
     "delayed": Scheme(scaling="delayed"),
-    "tiles": Scheme(backward=E4M3, scaling="tiles"),
+    "tiles": Scheme(backward=F8_E4M3, scaling="tiles"),
     "int8": Scheme(torch.int8, torch.int8),
 }
 """The schemes of the lab by name."""

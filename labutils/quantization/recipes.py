@@ -12,7 +12,7 @@ from labutils import anatomy, units
 from labutils.config import ModelConfig
 from labutils.gradients import kept_by
 from labutils.ledger import Ledger, Line
-from labutils.quantization.fp8 import E4M3, Fp8Linear, fp8_layers, scale_for, tile_amax, to_eight
+from labutils.quantization.fp8 import F8_E4M3, Fp8Linear, fp8_layers, scale_for, tile_amax, to_eight
 from labutils.quantization.moments import (
     STATE_BLOCK,
     Blocks,
@@ -24,7 +24,7 @@ from labutils.quantization.moments import (
 
 DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-    "fp8": E4M3, "blocks": torch.uint8,
+    "fp8": F8_E4M3, "blocks": torch.uint8,
 }  # fmt: skip
 """The formats of states: fp8 is e4m3 with a scale per tensor, blocks is the dynamic code."""
 
@@ -162,7 +162,7 @@ class KeptAdam(LowBits):
         """A state of a parameter, in its format; a tensor that is there is written into."""
         fmt, state = self.kept[p].formats[name], self.state[p]
         if fmt == "fp8":
-            eight = to_eight(x.reshape(1, -1), E4M3)
+            eight = to_eight(x.reshape(1, -1), F8_E4M3)
             state[name], state[f"{name} · scales"] = eight.codes.view(x.shape), eight.inverse
         elif fmt == "blocks":
             state[name], state[f"{name} · scales"] = to_blocks(x, signed=name == "exp_avg")
@@ -188,8 +188,8 @@ class KeptAdam(LowBits):
             self._keep(p, "master weights", whole)
             whole = self.read(p, "master weights")
         if self.kept[p].weights == "fp8":
-            scale = scale_for(tile_amax(whole), E4M3)
-            eight = to_eight(whole, E4M3, scale=scale)
+            scale = scale_for(tile_amax(whole), F8_E4M3)
+            eight = to_eight(whole, F8_E4M3, scale=scale)
             p.copy_(eight.codes)
             self.layers[p].register_buffer("weight_inverse", eight.inverse)
         else:

@@ -28,7 +28,7 @@ import torch
 from labutils import anatomy, floats, measure, precision, quantization, units, zero
 from labutils.config import Hardware, Mesh, ModelConfig
 from labutils.model import GPT
-from labutils.quantization import E4M3, E5M2, RECIPES, SCHEMES, Scheme
+from labutils.quantization import F8_E4M3, F8_E5M2, RECIPES, SCHEMES, Scheme
 from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
@@ -164,7 +164,7 @@ for name in of_each:
 # Is it the mantissa or the range that makes the error of "current"? Switch each off:
 
 # %%
-for forward, backward in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E5M2)):
+for forward, backward in ((F8_E4M3, F8_E4M3), (F8_E4M3, F8_E5M2), (F8_E5M2, F8_E5M2)):
     off = rigs.fp8.gradient_error(model, Scheme(forward, backward), batch)[0]
     print(str(forward)[13:17], str(backward)[13:17], f"{off:.1%}")
 
@@ -181,7 +181,7 @@ for forward, backward in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E5M2)):
 #
 # ### Exercise 15.5 · Three products by tiles (12 min, ●●○)
 #
-# `quantization.to_eight(matrix, E4M3, tile)` puts a matrix into 8 bits, `tile` being (rows, columns); `.mT` transposes the result, codes and scales, and `quantization.product(a, b)` is a·bᵀ. It refuses a scale that changes inside a sum.
+# `quantization.to_eight(matrix, F8_E4M3, tile)` puts a matrix into 8 bits, `tile` being (rows, columns); `.mT` transposes the result, codes and scales, and `quantization.product(a, b)` is a·bᵀ. It refuses a scale that changes inside a sum.
 
 
 # %%
@@ -207,7 +207,7 @@ fp8_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8
 device = "cuda" if fp8_gpu else "cpu"
 draw = torch.Generator().manual_seed(0)
 a, b = (
-    quantization.to_eight(torch.randn(size, 512, generator=draw).to(device), E4M3)
+    quantization.to_eight(torch.randn(size, 512, generator=draw).to(device), F8_E4M3)
     for size in (64, 256)
 )
 scales = dict(scale_a=a.inverse[0, 0], scale_b=b.inverse[0, 0])
@@ -241,10 +241,8 @@ def summed(a, b, promoted=None, bits=14, cut=torch.trunc):
 
 def sum_error(k, promoted, cut=torch.trunc):
     draw = torch.Generator().manual_seed(0)
-    a, b = (
-        quantization.to_eight(torch.randn(32, k, generator=draw), E4M3).codes.double()
-        for _ in "ab"
-    )
+    drawn = (torch.randn(32, k, generator=draw) for _ in "ab")
+    a, b = (quantization.to_eight(x, F8_E4M3).codes.double() for x in drawn)
     exact = a @ b.mT
     off = (summed(a, b, promoted, cut=cut) - exact).norm() / exact.norm()
     return 100 * off.item()
@@ -268,7 +266,7 @@ plots.curves(
 
 # %% [markdown]
 # Cut off and not rounded, the errors all point to zero and add up; rounded to the same 14 bits, they mostly cancel. Is 0.3 % much? Rounding these operands to e4m3 costs their product ten times that, 4 %. But that error has no sign, and does not grow with the length of the sum. DeepSeek reports almost 2 % at 4,096 for the *largest* error of an entry, where this is that of the whole product. So an emulation with sums in fp32 or fp64, as all of this lab below, is kinder than an H100 without that promotion.
-#   <!-- claim: (lambda a, b: round(100 * ((quantization.product(*(quantization.to_eight(each, quantization.E4M3) for each in (a, b))) - a @ b.mT).norm() / (a @ b.mT).norm()).item()))(*torch.randn(2, 32, 4096, generator=torch.Generator().manual_seed(0))) == 4 -->
+#   <!-- claim: (lambda a, b: round(100 * ((quantization.product(*(quantization.to_eight(each, quantization.F8_E4M3) for each in (a, b))) - a @ b.mT).norm() / (a @ b.mT).norm()).item()))(*torch.randn(2, 32, 4096, generator=torch.Generator().manual_seed(0))) == 4 -->
 
 # %% [markdown]
 # ## When does it fail without a scale?
@@ -402,7 +400,7 @@ class Delayed:
 
 # %%
 def its_test():
-    scale, x = Delayed(E4M3, 16), torch.tensor([8.0, -2.0])
+    scale, x = Delayed(F8_E4M3, 16), torch.tensor([8.0, -2.0])
     for _ in range(3):
         codes, inverse = scale.cast(x)
         scale.advance()
@@ -437,7 +435,7 @@ predict("tiles/int8", percent=70)
 I8, ks = torch.int8, [1, 10, 100, 1e3, 1e4, 1e5, 1e6]
 schemes = {
     "int8": Scheme(I8, I8), "int8, tiles": Scheme(I8, I8, "tiles"),
-    "e4m3": Scheme(E4M3, E4M3), "e4m3, tiles": SCHEMES["tiles"],
+    "e4m3": Scheme(F8_E4M3, F8_E4M3), "e4m3, tiles": SCHEMES["tiles"],
 }  # fmt: skip
 wide = GPT(rigs.fp8.WIDE_READER, attention="sdpa").double()
 wide.initialize(torch.Generator().manual_seed(0))
@@ -530,7 +528,7 @@ for fmt in (floats.MXFP8, finer, floats.MXFP4, floats.NVFP4):
 def off_by(x, scale):
     """The error of x, if this function of a block's largest number gives its scale."""
     each = scale(quantization.tile_amax(x, (1, 32)))
-    back = quantization.to_eight(x, E4M3, (1, 32), scale=each).numbers()
+    back = quantization.to_eight(x, F8_E4M3, (1, 32), scale=each).numbers()
     return (back - x).norm() / x.norm()
 
 
@@ -689,15 +687,15 @@ def gathered(rank, eight):
     if not eight:
         return comm.all_gather(mine.bfloat16())
     amax = comm.all_reduce(mine.abs().max().reshape(1), "max")
-    codes = quantization.cast(mine * quantization.scale_for(amax, E4M3), E4M3)
-    return comm.all_gather(codes.view(torch.uint8)).view(E4M3)
+    codes = quantization.cast(mine * quantization.scale_for(amax, F8_E4M3), F8_E4M3)
+    return comm.all_gather(codes.view(torch.uint8)).view(F8_E4M3)
 
 
 world = World(4)
 for eight in (False, True):
     result, books = world.run(gathered, eight)[0], world.ledger.only(rank=0)
     print({name: units.text(sent) for name, sent in books.by("name").items()})
-whole = quantization.to_eight(weight, E4M3).codes
+whole = quantization.to_eight(weight, F8_E4M3).codes
 print("the codes of the whole matrix:", torch.equal(result.float(), whole.float()))
 
 # %% [markdown]
@@ -874,9 +872,9 @@ explore(
 # ## Summary
 #
 # > - e4m3 reaches to 448, e5m2 to 57,344 with one bit of precision less. A scale brings each tensor into range; what is beyond is clipped, as an infinity times 0 is no number.
-# >   <!-- claim: (quantization.largest(quantization.E4M3), quantization.largest(quantization.E5M2)) == (448, 57344) -->
+# >   <!-- claim: (quantization.largest(quantization.F8_E4M3), quantization.largest(quantization.F8_E5M2)) == (448, 57344) -->
 # > - Without a scale, at the loss scale of a large batch, all gradients of the blocks are zero. With one for each tensor, the loss scale does not matter. (One well-chosen loss scale for all does as well here.)
-# >   <!-- claim: quantization.cast(torch.tensor([2.0**-18]), quantization.E5M2).float().item() == 0 -->
+# >   <!-- claim: quantization.cast(torch.tensor([2.0**-18]), quantization.F8_E5M2).float().item() == 0 -->
 # > - A delayed scale needs some steps until every layer has seen its gradients, and clips what outgrows its history.
 # > - Judge a format by Adam's step and not by the error of the whole gradient: without a scale the one is off by a third here, the other by 7 %.
 # > - Without outliers int8 is as precise as 8-bit floats, or more. It breaks here at one of 100. e4m3 keeps its digits over a factor of 28,672, and loses one after the other up to 229,376.

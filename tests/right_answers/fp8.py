@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from labutils.quantization import (
-    E4M3,
+    F8_E4M3,
     SCHEMES,
     Fp8Products,
     cast,
@@ -40,17 +40,17 @@ def _numpy(x, amax, dtype):
 
 def _in_turn(x, w, grad):
     found = []
-    w8 = to_eight(w, E4M3, tile=(128, 128))
-    for a, b in ((x, w8), (grad, w8.mT), (grad.mT, to_eight(x.mT.contiguous(), E4M3, (1, 128)))):
-        found.append(product(to_eight(a.contiguous(), E4M3, (1, 128)), b))
+    w8 = to_eight(w, F8_E4M3, tile=(128, 128))
+    for a, b in ((x, w8), (grad, w8.mT), (grad.mT, to_eight(x.mT.contiguous(), F8_E4M3, (1, 128)))):
+        found.append(product(to_eight(a.contiguous(), F8_E4M3, (1, 128)), b))
     return found
 
 
 def _transposed(x, w, grad):
     def along(z):
-        return to_eight(z, E4M3, (1, 128))
+        return to_eight(z, F8_E4M3, (1, 128))
 
-    w8 = to_eight(w.mT, E4M3, (128, 128))  # quantized the other way round: the same tiles
+    w8 = to_eight(w.mT, F8_E4M3, (128, 128))  # quantized the other way round: the same tiles
     return (
         product(w8.mT, along(x)).mT,
         product(w8, along(grad)).mT,
@@ -60,9 +60,9 @@ def _transposed(x, w, grad):
 
 def _by_numbers(x, w, grad):
     def along(z):
-        return to_eight(z, E4M3, (1, 128)).numbers()
+        return to_eight(z, F8_E4M3, (1, 128)).numbers()
 
-    w8 = to_eight(w, E4M3, (128, 128)).numbers()
+    w8 = to_eight(w, F8_E4M3, (128, 128)).numbers()
     return along(x) @ w8.T, along(grad) @ w8, along(grad.T) @ along(x.T).T
 
 
@@ -127,10 +127,10 @@ def _clipped_behind(x, amax, dtype):
 
 def _square_first(x, w, grad):
     """w cast twice, the second time transposed: square tiles give the same codes."""
-    from_x = to_eight(x, E4M3, (1, 128))
-    y = product(from_x, to_eight(w, E4M3, (128, 128)))
-    back = to_eight(w.mT.contiguous(), E4M3, (128, 128))
-    along = [to_eight(z, E4M3, (1, 128)) for z in (grad, grad.mT, x.mT)]
+    from_x = to_eight(x, F8_E4M3, (1, 128))
+    y = product(from_x, to_eight(w, F8_E4M3, (128, 128)))
+    back = to_eight(w.mT.contiguous(), F8_E4M3, (128, 128))
+    along = [to_eight(z, F8_E4M3, (1, 128)) for z in (grad, grad.mT, x.mT)]
     return [y, product(along[0], back), product(along[1], along[2])]
 
 
@@ -189,9 +189,9 @@ def _the_library(x, amax, dtype):
 
 def _columns(x, w, grad):
     """Tiles that stand upright in x and in the gradient, and lie when these are transposed."""
-    w8 = to_eight(w, E4M3, (128, 128))
-    upright = [to_eight(each, E4M3, (128, 1)).mT for each in (grad, x)]
-    lying = [to_eight(each, E4M3, (1, 128)) for each in (x, grad)]
+    w8 = to_eight(w, F8_E4M3, (128, 128))
+    upright = [to_eight(each, F8_E4M3, (128, 1)).mT for each in (grad, x)]
+    lying = [to_eight(each, F8_E4M3, (1, 128)) for each in (x, grad)]
     return product(lying[0], w8), product(lying[1], w8.mT), product(*upright)
 
 
@@ -204,9 +204,9 @@ def _by_autograd(x, w, grad):
 
 def _x_outside(x, w, grad):
     """The gradient of w as (xᵀ·G)ᵀ."""
-    tiles, square = functools.partial(to_eight, dtype=E4M3, tile=(1, 128)), (128, 128)
+    tiles, square = functools.partial(to_eight, dtype=F8_E4M3, tile=(1, 128)), (128, 128)
     of_w = product(tiles(x.T), tiles(grad.T)).T
-    back = to_eight(w, E4M3, square).mT
+    back = to_eight(w, F8_E4M3, square).mT
     return product(tiles(x), back.mT), product(tiles(grad), back), of_w
 
 

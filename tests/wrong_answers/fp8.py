@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from labutils.quantization import E4M3, E5M2, Eight, cast, largest, product, to_eight
+from labutils.quantization import F8_E4M3, F8_E5M2, Eight, cast, largest, product, to_eight
 from wrong_answers import Wrong
 
 
@@ -44,7 +44,7 @@ def _slip(
 
 def _products(
     *, x: tuple | None = (1, 128), w: tuple | None = (128, 128), grad: tuple | None = (1, 128),
-    of_grad: torch.dtype = E4M3, scaled: bool = True, across: bool = False, again: bool = False,
+    of_grad: torch.dtype = F8_E4M3, scaled: bool = True, across: bool = False, again: bool = False,
     turned: bool = False,
 ) -> Callable:  # fmt: skip
     """The three products with slips in tiles and formats.
@@ -55,13 +55,13 @@ def _products(
 
     def attempt(xs: Tensor, ws: Tensor, grads: Tensor) -> tuple[Tensor, ...]:
         one = None if scaled else torch.ones(())
-        x8, w8 = to_eight(xs, E4M3, x), to_eight(ws, E4M3, w)
+        x8, w8 = to_eight(xs, F8_E4M3, x), to_eight(ws, F8_E4M3, w)
         g8 = to_eight(grads, of_grad, grad, scale=one)
-        w_back = to_eight(ws.mT.contiguous(), E4M3, w) if again else w8.mT
+        w_back = to_eight(ws.mT.contiguous(), F8_E4M3, w) if again else w8.mT
         if across:
             of_w = product(g8.mT, x8.mT)
         else:
-            of_w = product(to_eight(grads.mT, of_grad, grad, scale=one), to_eight(xs.mT, E4M3, x))
+            of_w = product(to_eight(grads.mT, of_grad, grad, scale=one), to_eight(xs.mT, F8_E4M3, x))
         return product(x8, w8), product(g8, w_back), of_w.mT if turned else of_w
 
     return attempt
@@ -105,7 +105,7 @@ def _delayed(
             self.history = history[: self.length] if oldest else history[-self.length :]
             self.seen = 0.0
             top = self.history[-1] if newest else max(self.history)
-            self.scale = largest(E4M3 if e4m3 else self.dtype) / top
+            self.scale = largest(F8_E4M3 if e4m3 else self.dtype) / top
 
     return Attempt
 
@@ -153,7 +153,7 @@ def _bytes(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
 def _no_transpose(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     """product(a, b) taken for a·b."""
     along = (1, 128)
-    x8, w8 = to_eight(x, E4M3, along), to_eight(w.mT, E4M3, (128, 128))
+    x8, w8 = to_eight(x, F8_E4M3, along), to_eight(w.mT, F8_E4M3, (128, 128))
     return product(x8, w8), product(x8, w8), product(x8, w8)
 
 
@@ -243,9 +243,9 @@ def _by_rows(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     """A scale for each row, however long."""
 
     def rows(z: Tensor) -> Eight:
-        return to_eight(z, E4M3, (1, z.shape[1]))
+        return to_eight(z, F8_E4M3, (1, z.shape[1]))
 
-    w8 = to_eight(w, E4M3, (128, 128))
+    w8 = to_eight(w, F8_E4M3, (128, 128))
     return product(rows(x), w8), product(rows(grad), w8.mT), product(rows(grad.mT), rows(x.mT))
 
 
@@ -257,8 +257,8 @@ def _short(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
 def _from_codes(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     """For the gradient of w, what came back from the tiles of the other two products."""
     y, of_x, _ = _products()(x, w, grad)
-    back = [to_eight(each, E4M3, (1, 128)).numbers() for each in (grad, x)]
-    return y, of_x, product(*(to_eight(each.mT, E4M3, (1, 128)) for each in back))
+    back = [to_eight(each, F8_E4M3, (1, 128)).numbers() for each in (grad, x)]
+    return y, of_x, product(*(to_eight(each.mT, F8_E4M3, (1, 128)) for each in back))
 
 
 class _Unclipped(_delayed()):
@@ -333,7 +333,7 @@ WRONG = {
         Wrong("one scale per tensor", _products(x=None, grad=None), "values", "ruins all others"),
         Wrong("square tiles", _products(x=(128, 128), grad=(128, 128)), "values", "for weights"),
         Wrong("gradients unscaled", _products(scaled=False), "values", "Without a scale"),
-        Wrong("gradients in e5m2", _products(of_grad=E5M2), "values", "That is e5m2"),
+        Wrong("gradients in e5m2", _products(of_grad=F8_E5M2), "values", "That is e5m2"),
         Wrong("a·b", _no_transpose, "scales", ""),
         Wrong("in fp32", _in_fp32, "values", ""),
         Wrong("two of three", _two, "scales", "two gradients"),

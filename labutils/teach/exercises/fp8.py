@@ -8,17 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labutils.quantization import E4M3, E5M2, Eight, cast, largest, product, scale_for, to_eight
+from labutils.quantization import (
+    F8_E4M3,
+    F8_E5M2,
+    Eight,
+    cast,
+    largest,
+    product,
+    scale_for,
+    to_eight,
+)
 from labutils.teach.exercises import Exercise, Failed, Property
 
-_FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+_FORMATS = {"e4m3": F8_E4M3, "e5m2": F8_E5M2}
 
 
 def in_eight_bits(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
     """x as codes of 8 bits, scaled so that `amax` becomes the format's largest number, and the
     factor that brings codes back; what is beyond becomes ±amax.
 
-    >>> codes, inverse = in_eight_bits(torch.tensor([1.0, -4.0]), 2.0, E4M3)
+    >>> codes, inverse = in_eight_bits(torch.tensor([1.0, -4.0]), 2.0, F8_E4M3)
     >>> codes.tolist(), (codes.float() * inverse).tolist()
     ([224.0, -448.0], [1.0, -2.0])
     """
@@ -161,10 +170,10 @@ def three_products(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, 
     1×128 along what is added up, of 128×128 for the weights, which are put into 8 bits once.
     """
     along, square = (1, 128), (128, 128)
-    w8 = to_eight(w, E4M3, square)
-    y = product(to_eight(x, E4M3, along), w8)
-    grad_x = product(to_eight(grad, E4M3, along), w8.mT)
-    grad_w = product(to_eight(grad.mT, E4M3, along), to_eight(x.mT, E4M3, along))
+    w8 = to_eight(w, F8_E4M3, square)
+    y = product(to_eight(x, F8_E4M3, along), w8)
+    grad_x = product(to_eight(grad, F8_E4M3, along), w8.mT)
+    grad_w = product(to_eight(grad.mT, F8_E4M3, along), to_eight(x.mT, F8_E4M3, along))
     return y, grad_x, grad_w
 
 
@@ -216,15 +225,15 @@ def _variants() -> list[tuple[str, Callable[[Tensor], Eight]]]:
     along = (1, 128)
     return [
         ("One scale for a whole tensor: the largest number ruins all others. Use tiles.",
-         lambda z: to_eight(z, E4M3)),
+         lambda z: to_eight(z, F8_E4M3)),
         ("Without a scale: what is below 2⁻¹⁰ is rounded to zero in e4m3, most gradients are.",
-         lambda z: to_eight(z, E4M3, scale=torch.ones(()))),
+         lambda z: to_eight(z, F8_E4M3, scale=torch.ones(()))),
         ("Tiles of 128×128 are for weights: an activation's large token spoils 127 others.",
-         lambda z: to_eight(z, E4M3, (128, 128))),
+         lambda z: to_eight(z, F8_E4M3, (128, 128))),
         ("A scale for each row: a tile ends after 128 numbers, where a product can apply it.",
-         lambda z: to_eight(z, E4M3, (1, z.shape[1]))),
+         lambda z: to_eight(z, F8_E4M3, (1, z.shape[1]))),
         ("That is e5m2. Its range is what tiles provide: take the bit of precision, e4m3.",
-         lambda z: to_eight(z, E5M2, along)),
+         lambda z: to_eight(z, F8_E5M2, along)),
     ]  # fmt: skip
 
 
@@ -236,8 +245,8 @@ def _near(found: Tensor, right: Tensor, share: float) -> bool:
 def _values(attempt: Callable) -> str:
     x, w, grad = _operands()
     along, square = (1, 128), (128, 128)
-    w8 = to_eight(w, E4M3, square)
-    w1, w2 = to_eight(w, E4M3, along), to_eight(w.mT, E4M3, along)
+    w8 = to_eight(w, F8_E4M3, square)
+    w1, w2 = to_eight(w, F8_E4M3, along), to_eight(w.mT, F8_E4M3, along)
     pairs = [(x, w), (grad, w.mT), (grad.mT, x.mT)]
     weights = [(w8, w1), (w8.mT, w2), (None, None)]
     right = three_products(x, w, grad)
@@ -248,18 +257,18 @@ def _values(attempt: Callable) -> str:
         candidates = []
         if along8 is not None:
             words = "The tiles of w are 128×128, so that one set of codes serves both products."
-            candidates.append((words, product(to_eight(a, E4M3, along), along8)))
+            candidates.append((words, product(to_eight(a, F8_E4M3, along), along8)))
         else:
             words = "Rounded twice: put x and the gradient themselves into tiles along tokens, and "
             words += "not what comes back from the tiles of the other products."
-            once = [to_eight(each.mT, E4M3, along).numbers().mT for each in (a, b)]
-            again, other = (to_eight(each, E4M3, along) for each in once)
+            once = [to_eight(each.mT, F8_E4M3, along).numbers().mT for each in (a, b)]
+            again, other = (to_eight(each, F8_E4M3, along) for each in once)
             candidates.append((words, product(again, other)))
         for words, put in _variants():
-            others = [square8] if square8 is not None else [to_eight(b, E4M3, along), put(b)]
+            others = [square8] if square8 is not None else [to_eight(b, F8_E4M3, along), put(b)]
             candidates += [(words, product(put(a), each)) for each in others]
             candidates.append((words, product(put(a), put(b))))
-            candidates.append((words, product(to_eight(a, E4M3, along), put(b))))
+            candidates.append((words, product(to_eight(a, F8_E4M3, along), put(b))))
         for words, value in candidates:
             if _near(found.float(), value, 1e-6):
                 hint = words
@@ -267,7 +276,8 @@ def _values(attempt: Callable) -> str:
         off = ((found - right[at]).norm() / right[at].norm()).item()
         raise Failed(
             f"{name} is off by {100 * off:.2g} %",
-            hint or "Activations and gradients: to_eight(…, E4M3, (1, 128)); weights: (128, 128).",
+            hint
+            or "Activations and gradients: to_eight(…, F8_E4M3, (1, 128)); weights: (128, 128).",
         )
     return "y and two gradients"
 
@@ -307,7 +317,7 @@ class DelayedScale:
 
 
 def _ran(
-    attempt: Any, sizes: list, length: int = 3, dtype: torch.dtype = E4M3
+    attempt: Any, sizes: list, length: int = 3, dtype: torch.dtype = F8_E4M3
 ) -> list[tuple[float, float]]:
     """What the largest number of each step comes back as, and the range its codes cover.
 
