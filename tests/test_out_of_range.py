@@ -188,7 +188,7 @@ TABLE = {
     ),
     "flash.time": row(flash.Roof("a roof", 1.0, 1.0).time, flops=(2.0, "0+"), nbytes=(1.0, "0+")),
     "scaling.seconds": row(
-        named(scaling.Hyperbola(1.0, 2.0).seconds, 4), devices=(2, "1"), example=(1.0, "0+"),
+        named(scaling.Hyperbola(1.0, 2.0).seconds, 4), devices=(2, "+"), example=(1.0, "0+"),
         reduce=(1.0, "0+"),
     ),
     "flash.Roof": row(named(flash.Roof, "a roof"), flops=(1e9, "+"), bandwidth=(1e9, "+")),

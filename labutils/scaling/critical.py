@@ -30,10 +30,10 @@ class Hyperbola(NamedTuple):
         """
         return self.smin + self.emin / units.positive(batch, "batch")
 
-    def seconds(self, batch: float, devices: int, *, example: float, reduce: float) -> float:
+    def seconds(self, batch: float, devices: float, *, example: float, reduce: float) -> float:
         """Time to the target where `devices` share a batch: `example` seconds of one for each
         example, and `reduce` for the all-reduce of a step."""
-        devices = units.whole(devices, "devices", 1)
+        devices = units.positive(devices, "devices")
         example = units.positive(example, "example", or_zero=True)
         reduce = units.positive(reduce, "reduce", or_zero=True)
         return self.steps(batch) * (example * batch / devices + reduce * (devices > 1))
