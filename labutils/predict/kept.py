@@ -81,8 +81,8 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
         sizes["r"] = train.adapters.rank
         rows = lora.kept_with_adapters(local, train.adapters, how)
     for name, tensor in rows:
-        at = name.split(".")
-        if not (int(at[1]) in blocks if at[0] == "blocks" else at[0] in ends):
+        part = name.split(".")
+        if not (int(part[1]) in blocks if part[0] == "blocks" else part[0] in ends):
             continue
         itemsize = 8 if here.stream == 8 else tensor.itemsize
         if tensor.name == "count" and mesh.tp > 1:  # which half formats cannot make

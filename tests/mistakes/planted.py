@@ -1073,7 +1073,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("while self._next < len(self.flats):", "while self._next < len(self.flats) - 1:"),
     ],
     ("teach/check", "test_check"): [
-        ("max(guess / actual, actual / guess):.3g", "guess / actual:.3g"),
+        ("max(guess / actual, actual / guess)", "guess / actual"),
         ('binary="i" in unit)', "binary=False)"),
         ("all(verdict.status == \"passed\" for verdict in self.verdicts)", "any(verdict.status == \"passed\" for verdict in self.verdicts)"),
         ('if verdicts and verdicts[-1].status != "passed":', "if False:"),
