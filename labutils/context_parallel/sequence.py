@@ -74,12 +74,14 @@ class SequenceLayout:
         return torch.cat([x.narrow(dim, place, self.chunk) for place in places], dim)
 
     def join(self, shares: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """The whole sequence, from what each rank has of it; ValueError for other than n shares."""
+        """The whole sequence, from what each rank has of it; ValueError for other than n shares
+        or another number of tokens along `dim`."""
         if len(shares) != self.n:
             raise ValueError(f"there are {self.n} shares, got {len(shares)}: one from each rank")
         if {share.shape[dim] for share in shares} != {self.s // self.n}:
-            got = [share.shape[dim] for share in shares]
-            raise ValueError(f"each rank has {self.s // self.n} of s={self.s} tokens, got {got}")
+            got = f"{[share.shape[dim] for share in shares]} along dim {dim}"
+            has = f"each rank has {self.s // self.n} of s={self.s} tokens"
+            raise ValueError(f"{has}, got {got}: give each its own, and the dim of tokens")
         chunks: dict[int, Tensor] = {}
         for rank, share in enumerate(shares):
             chunks |= zip(self.numbers(rank), share.split(self.chunk, dim), strict=True)

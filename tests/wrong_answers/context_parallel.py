@@ -513,7 +513,7 @@ WRONG = {
         Wrong("one head to a rank", _mean_of_heads, "contiguous", "fewer heads, all tokens"),
         Wrong("tokens in the order of ranks", _in_rank_order, "zig-zag", "belong"),
         Wrong("rounded on the way", _rounded, "contiguous", "but for rounding"),
-        Wrong("joined by heads", _joined_by_heads, "contiguous", "fewer heads, all tokens"),
+        Wrong("joined by heads", _joined_by_heads, "contiguous", "and the dim of tokens"),
         Wrong("the last rank's heads first", _last_rank_first, "contiguous", "another rank's"),
         Wrong("interleaved", _interleaved, "contiguous", "wrong places"),
         Wrong("broadcasts", _broadcasts, "bytes sent", "thrown away"),
