@@ -1,5 +1,6 @@
 """FlashAttention: exact against plain attention in float64, nothing s × s kept, every byte accounted for."""
 
+import functools
 import inspect
 import itertools
 import math
@@ -19,6 +20,7 @@ from labutils.config import Hardware
 from labutils.flash import algorithms
 from labutils.flash.algorithms import default_blocks
 from labutils.flash.counting import ledger_of
+from labutils.flash.few_tiles import FewTiles
 
 
 def tensors(b, a, g, s_q, s_k, d, dtype=torch.float64, seed=0):
@@ -408,6 +410,43 @@ def test_causal_skips_the_tiles_that_nobody_sees():
         out, lse = flash.attention(q, k, v, causal=True, block_q=block, block_k=block)
         assert out[..., :8, :].isfinite().all() and lse[..., :8].isfinite().all()
         assert out[..., 8:, :].isnan().all()
+
+
+def fullest(tiling, s_q, s_k, offset, **blocks):
+    """Bytes at the fullest moment of the forward pass, and of both, when `tiling` cuts the scores."""
+    empty = functools.partial(torch.empty, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = (empty(1, 2, s, 4) for s in (s_q, s_k, s_k))
+
+    def forward():
+        return sum(x.sum() for x in flash.attention(
+            q, k, v, causal=offset is not None, offset=offset, **blocks
+        ))  # fmt: skip
+
+    before = algorithms.TILING.set(tiling)
+    try:
+        steps = forward, lambda: forward().backward()
+        return [measure.peak(step, nn.Module()).total for step in steps]
+    finally:
+        algorithms.TILING.reset(before)
+
+
+@pytest.mark.parametrize("block_q, block_k", [(8, 8), (12, 20), (20, 12)])
+@pytest.mark.parametrize("s_q, s_k, offset", [
+    (64, 64, None), (60, 70, None), (64, 64, 0), (66, 66, 0), (64, 64, 64), (50, 90, 40), (64, 64, -20),
+], ids=str)  # fmt: skip
+def test_two_tiles_of_each_kind_hold_what_all_hold(s_q, s_k, offset, block_q, block_k):
+    """Of whole and short tiles, with the mask's edge in them and without."""
+    asked = dict(s_q=s_q, s_k=s_k, offset=offset, block_q=block_q, block_k=block_k)
+    assert fullest(FewTiles, **asked) == fullest(flash.Tiling, **asked)
+
+
+def test_their_number_does_not_grow_with_the_tokens():
+    for offset in (None, 0, 4096):
+        counts = [
+            sum(len(list(few.keys_of(rows))) for rows in few.query_blocks)
+            for few in (FewTiles(s, s, 256, 256, offset) for s in (8192, 16384))
+        ]
+        assert counts[0] == counts[1] <= 12
 
 
 @settings(deadline=None)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from equivalence import LORA, case, phases, rehearsed, rows
 
-from labutils import anatomy, checkpointing, measure, memory, predict, schedule, step
+from labutils import anatomy, checkpointing, flash, measure, memory, predict, schedule, step
 from labutils.config import Hardware, Link, Mesh, ModelConfig, TrainConfig
 from labutils.flash import fused
 from labutils.model import GPT
+from labutils.predict import rehearsal as predict_rehearsal
 from labutils.predict.rehearsal import BATCH, rehearsal
 from labutils.world import World
 
@@ -241,6 +242,32 @@ def test_ranks_hold_what_a_dry_run_says_at_the_fullest_moment_of_each_phase(name
     assert real == dry
     assert said.phases == {name: found[name].ledger.total for name in said.phases}
     assert said.total == max(said.phases.values())
+
+
+@pytest.mark.parametrize("attention, layout, precision, s, block", [
+    ("ring", "zigzag", "bf16", 128, (8, 8)), ("ring", "contiguous", "fp32", 94, (10, 6)),
+    ("ulysses", "zigzag", "bf16", 108, (12, 20)),
+])  # fmt: skip
+def test_two_tiles_of_each_kind_hold_what_all_of_them_hold(
+    attention, layout, precision, s, block, monkeypatch
+):
+    """What makes the peak of a long sequence a matter of seconds."""
+    monkeypatch.setattr(flash.algorithms, "default_blocks", lambda heads: block)
+    model = ModelConfig(
+        num_layers=1, d_model=16, num_heads=2, d_ff=16, vocab_size=8, seq_len=s, num_kv_heads=2
+    )
+    train = TrainConfig(
+        micro_batch=1, global_batch=1, attention=attention, layout=layout, precision=precision
+    )
+    asked = model, train, Mesh(cp=2), 1
+    few = predict_rehearsal.rehearsal.__wrapped__(*asked)
+    monkeypatch.setattr(predict_rehearsal, "_few_tiles", flash.Tiling)
+    all_ = predict_rehearsal.rehearsal.__wrapped__(*asked)
+    assert len(few.history.moments) < len(all_.history.moments)
+    assert few.sent == all_.sent and few.states == all_.states
+    assert few.history.peak == all_.history.peak and few.history.phases == all_.history.phases
+    for part in ("weights", "gradients", "activations"):
+        assert few.history.only(part).peak == all_.history.only(part).peak
 
 
 @pytest.mark.parametrize("given, scalars", [

@@ -15,7 +15,8 @@ is offset 0. A row that sees no key gives out = 0 and lse = −inf.
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -153,6 +154,10 @@ class Tiling:
         """Whether any query of `rows` sees any key of `columns`: else the tile is not computed."""
         return self.offset is None or columns.start <= rows.stop - 1 + self.offset
 
+    def cut(self, rows: slice, columns: slice) -> bool:
+        """Whether any query of `rows` must not see any key of `columns`."""
+        return self.offset is not None and columns.stop - 1 > rows.start + self.offset
+
     def keys_of(self, rows: slice) -> Iterator[slice]:
         """The key blocks that queries `rows` see."""
         return (columns for columns in self.key_blocks if self.visible(rows, columns))
@@ -160,6 +165,10 @@ class Tiling:
     def queries_of(self, columns: slice) -> Iterator[slice]:
         """The query blocks that see keys `columns`."""
         return (rows for rows in self.query_blocks if self.visible(rows, columns))
+
+
+# What cuts scores into tiles; runs without values need fewer of them (`FewTiles`).
+TILING: ContextVar[Callable[..., Tiling]] = ContextVar("tiling", default=Tiling)
 
 
 class SlowMemory:
@@ -227,10 +236,9 @@ class Problem:
         """The scores themselves, made −inf where a query must not look.
 
         Zeros and then −inf, and not `masked_fill_`, which is four times as slow here."""
-        (rows, columns), offset = at, self.tiling.offset
-        if offset is not None and columns.stop - 1 > rows.start + offset:
-            sizes = [block.stop - block.start for block in at]
-            first = rows.start + offset - columns.start + 1  # hidden from the first row
+        if self.tiling.cut(*at):
+            (rows, columns), sizes = at, [block.stop - block.start for block in at]
+            first = rows.start + self.tiling.offset - columns.start + 1  # hidden from the first row
             hidden = scores.new_full(sizes, -math.inf).triu_(first)
             scores.unflatten(1, (-1, sizes[0])).tril_(first - 1).add_(hidden)
         return scores
@@ -440,7 +448,7 @@ def problem_of(
     block_k = units.whole(default_k if block_k is None else block_k, "block_k", 1)
     if causal and offset is None:
         offset = s_k - s_q
-    tiling = Tiling(s_q, s_k, block_q, block_k, offset)
+    tiling = TILING.get()(s_q, s_k, block_q, block_k, offset)
     return Problem(tiling, d**-0.5, g, _accumulator(q.dtype))
 
 

@@ -120,14 +120,17 @@ def half_here(x: Tensor) -> torch.dtype | None:
     if region is not None and region.enabled:
         return region.dtype
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def own_formats(device: str) -> contextlib.ExitStack:
     """Inside, operations leave every format as it is, in torch's region and in ours: for kernels
     that choose them on their own."""
     stack = contextlib.ExitStack()
-    stack.enter_context(torch.autocast(device, enabled=False))
+    if torch.amp.is_autocast_available(device):  # "meta" has none
+        stack.enter_context(torch.autocast(device, enabled=False))
     if autocast.innermost() is not None:
         stack.enter_context(autocast(enabled=False))
     return stack
