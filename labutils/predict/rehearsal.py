@@ -72,11 +72,8 @@ def program(
     rows = train.global_batch // rank.mesh.dp, model.seq_len // rank.mesh.cp
     sides = [torch.zeros(rows, dtype=torch.long) for _ in range(2)]
     batches = list(zip(*(side.split(train.micro_batch) for side in sides), strict=True))
-    if rank.mesh.cp > 1 or model.num_experts > 1 or train.fp8:
-        mine(batches)  # leaves places, routing and scales behind
-    else:
-        for optimizer in mine.inner:
-            _begin(optimizer)
+    for optimizer in mine.inner:
+        _begin(optimizer)
     before = len(rank._finish())
     with measure.recording(mine.stages, *mine.inner) as recorder:
         recorder.guess(sides, "activations", BATCH)

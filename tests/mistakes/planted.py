@@ -873,9 +873,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("top = torch.maximum(lse1, lse2).detach()", "top = lse1.detach()"),
         ("dq = torch.zeros(q.shape, dtype=ctx.problem.dtype, device=q.device)", "dq = torch.zeros_like(q)"),
         ("offset = s_k - s_q", "offset = 0"),
-        ("columns.stop - 1 > rows.start + self.offset", "columns.stop - 1 > rows.stop + offset"),
+        ("columns.stop - 1 > rows.start + self.offset", "columns.stop - 1 > rows.stop + self.offset"),
         ("columns.start <= rows.stop - 1 + self.offset", "columns.start <= rows.stop + self.offset"),
-        ("first = rows.start + offset - columns.start + 1", "first = rows.start + offset - columns.start"),
+        ("first = rows.start + self.tiling.offset - columns.start + 1", "first = rows.start + self.tiling.offset - columns.start"),
         (".tril_(first - 1).add_(hidden)", ".add_(hidden)"),
         ("D=-d_lse[..., None]", "D=d_lse[..., None]"),
         ("return torch.float64 if dtype == torch.float64 else torch.float32", "return dtype"),
@@ -907,11 +907,11 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("flash/few_tiles", "test_flash"): [
         ("if met[kind(block)] <= 2:", "if met[kind(block)] <= 1:"),
-        ("return _size(rows), _size(columns), self.cut", "return self.cut"),
+        ("(r.stop - r.start, self._kinds([r], columns))", "self._kinds([r], columns)"),
     ],
     ("predict/rehearsal", "test_predict"): [
-        ("TILING.set(_few_tiles)", "pass"),
-        ("model.num_experts > 1 or train.fp8", "train.fp8"),
+        ("TILING.set(_few_tiles)", "TILING.get()"),
+        ("        _begin(optimizer)", "        pass"),
     ],
     ("schedule/generators", "test_out_of_range"): [
         ("p, m, chunks = units.wholes(1,", "units.wholes(1,"),
