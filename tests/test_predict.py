@@ -270,6 +270,35 @@ def test_two_tiles_of_each_kind_hold_what_all_of_them_hold(
         assert few.history.only(part).peak == all_.history.only(part).peak
 
 
+MANY = {  # micro-batches, as many as the last number
+    "accumulated": (Mesh(dp=2), dict(zero=2, precision="bf16"), 10),
+    "gpipe": (Mesh(pp=2, tp=2), dict(schedule="gpipe", sequence=True), 18),
+    "interleaved": (Mesh(pp=2, dp=2), dict(schedule="interleaved", chunks=2, zero=1), 26),
+    "zb_v": (Mesh(pp=2), dict(schedule="zb_v"), 26),
+    "dualpipe": (Mesh(pp=2, dp=2), dict(schedule="dualpipe", zero=2), 26),
+    "ring": (Mesh(pp=2, cp=2), dict(attention="ring", checkpointing="full"), 18),
+    "scales that ranks agree on": (Mesh(tp=2), dict(fp8="delayed"), 12),
+}
+
+
+@pytest.mark.parametrize("mesh, given, m", MANY.values(), ids=MANY)
+def test_two_short_steps_tell_what_a_long_one_holds_and_sends(mesh, given, m, monkeypatch):
+    model = replace(GPT2, num_layers=4, d_model=16, seq_len=4, vocab_size=40)
+    train = TrainConfig(**{"micro_batch": 1, "global_batch": m * mesh.dp, "precision": "fp32"} | given)
+    asked = model, train, mesh, mesh.size - 1
+    questions = predict.peak, predict.peak_states, predict.activations, predict.sent
+    run = []
+    monkeypatch.setattr(
+        predict_rehearsal, "rehearsal", lambda *plan: run.append(plan[1]) or rehearsal(*plan)
+    )
+    told = [ask(*asked) for ask in questions]
+    assert all(short.global_batch < train.global_batch for short in run)
+    monkeypatch.setattr(
+        predict_rehearsal, "told", lambda *plan: run.append(train) or plan[-1](rehearsal(*plan[:-1]))
+    )
+    assert told == [ask(*asked) for ask in questions] and run[-1] == train
+
+
 @pytest.mark.parametrize("given, scalars", [
     (dict(precision="fp32"), 8), (dict(precision="bf16"), 2), (dict(autocast=True), 8),
     (dict(precision="fp32", global_batch=4), 28),

@@ -5,7 +5,10 @@ Formulas where there are exact ones, summed over one inventory of what the rank 
 run of that rank answers under the same signature, and its lines say so.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from labutils import units
 from labutils.clock import Played
@@ -15,6 +18,9 @@ from labutils.memory import Peak
 from labutils.memory.formulas import PHASES
 from labutils.predict import held, kept, played, traffic
 from labutils.predict.inventory import Here
+
+if TYPE_CHECKING:
+    from labutils.predict.rehearsal import Rehearsal
 
 
 def states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0) -> Ledger:
@@ -34,7 +40,7 @@ def states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: in
     """
     here = Here(model, train, mesh, rank)
     if train.fp8 == "delayed":
-        return _dry("states", model, train, mesh, rank)
+        return _dry(attrgetter("states"), model, train, mesh, rank)
     return held.states_in(here)
 
 
@@ -54,7 +60,7 @@ def peak_states(
     here = Here(model, train, mesh, rank)
     if not held.no_moment(here):
         return held.fullest_in(here)
-    return _dry("peak_states", model, train, mesh, rank)
+    return _dry(attrgetter("peak_states"), model, train, mesh, rank)
 
 
 def sent(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0) -> Ledger:
@@ -82,7 +88,7 @@ def sent(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int 
     """
     here = Here(model, train, mesh, rank)
     if _why_dry(train, mesh):
-        return _dry("sent", model, train, mesh, rank)
+        return _dry(attrgetter("sent"), model, train, mesh, rank)
     return traffic.sent_by(here)
 
 
@@ -99,27 +105,35 @@ def activations(
     here = Here(model, train, mesh, rank)
     if not kept.why_dry(here):
         return kept.kept_here(here)
-    from labutils.predict.rehearsal import BATCH, rehearsal
+    from labutils.predict.rehearsal import BATCH
 
-    moments = rehearsal(model, train, mesh, rank).history.only("activations").moments
-    most = max(sum(line.amount for line in m.ledger if line.name != BATCH) for m in moments)
-    return Ledger([Line("activations", most, "activations", note=f"dry run of rank {rank}")])
+    def kept_of(found: "Rehearsal") -> Ledger:
+        moments = found.history.only("activations").moments
+        most = max(sum(line.amount for line in m.ledger if line.name != BATCH) for m in moments)
+        return Ledger([Line("activations", most, "activations")])
+
+    return _dry(kept_of, model, train, mesh, rank)
 
 
 def peak(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0) -> Peak:
     """What is alive on a rank at the fullest moment of a step, temporaries and the batch included,
-    and which phase that is in. There is no formula for what comes and goes: a dry run answers.
+    and which phase that is in. There is no formula for what comes and goes: a dry run answers, or
+    two of fewer micro-batches (`rehearsal.told`).
 
     Messages on their way to others, of which a dry run knows nothing, are not in it.
     """
-    from labutils.predict.rehearsal import rehearsal
-
     Here(model, train, mesh, rank)  # or an error
-    found = rehearsal(model, train, mesh, rank).history
-    top, note = found.peak, f"dry run of rank {rank}"
-    lines = [replace(line, note=note) for line in top.ledger if line.amount]
-    phases = {phase: found.phases[phase].ledger.total for phase in PHASES}
-    return Peak(tuple(lines), top.phase, top.event, phases)
+    when: list[tuple[str, str]] = []
+
+    def fullest(found: "Rehearsal") -> Ledger:
+        top, of_phases = found.history.peak, found.history.phases
+        when.append((top.phase, top.event))
+        totals = [Line(phase, of_phases[phase].ledger.total, "phase") for phase in PHASES]
+        return Ledger([*(line for line in top.ledger if line.amount), *totals])
+
+    found = _dry(fullest, model, train, mesh, rank)
+    phases = {line.name: line.amount for line in found if line.component == "phase"}
+    return Peak(tuple(line for line in found if line.component != "phase"), *when[-1], phases)
 
 
 def time(
@@ -170,9 +184,15 @@ def _why_dry(train: TrainConfig, mesh: Mesh) -> str:
     return next((reason for reason, so in reasons.items() if so), "")
 
 
-def _dry(what: str, model: ModelConfig, train: TrainConfig, mesh: Mesh, rank: int) -> Ledger:
+def _dry(
+    what: "Callable[[Rehearsal], Ledger]",
+    model: ModelConfig,
+    train: TrainConfig,
+    mesh: Mesh,
+    rank: int,
+) -> Ledger:
     """What a dry run of the rank found; its lines say so."""
-    from labutils.predict.rehearsal import rehearsal
+    from labutils.predict.rehearsal import told
 
-    found = getattr(rehearsal(model, train, mesh, rank), what)
+    found = told(model, train, mesh, rank, what)
     return Ledger(replace(line, note=f"dry run of rank {rank}") for line in found)

@@ -1,7 +1,9 @@
 """A step of one rank, run dry: what no formula knows, and what formulas are compared with."""
 
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +61,40 @@ def rehearsal(
 
     with ThreadPoolExecutor(1) as pool:  # where no mode, hook or autocast of the caller's is seen
         return pool.submit(alone).result()
+
+
+def told(
+    model: ModelConfig,
+    train: TrainConfig,
+    mesh: Mesh,
+    rank: int,
+    ask: Callable[[Rehearsal], Ledger],
+) -> Ledger:
+    """What `ask` says of a rehearsal. Once micro-batches fill the pipeline each adds as much to a
+    line: of many of them two short rehearsals tell.
+
+    model, train, mesh, rank: as in `rehearsal`
+    """
+    plan, m = step.schedule_of(train, mesh), train.accumulation(mesh.dp)
+    by = 2 * mesh.pp if mesh.pp > 1 else 1  # numbers that every schedule takes
+    few = 2 * plan.stages + 2
+    few += (m - few) % by
+    if m <= 2 * few + by or not isinstance(train.schedule, str):
+        return ask(rehearsal(model, train, mesh, rank))
+    rows = mesh.dp * train.micro_batch
+    short, longer = (
+        ask(rehearsal(model, replace(train, global_batch=n * rows), mesh, rank))
+        for n in (few, few + by)
+    )
+    more = (m - few) // by
+    return Ledger(
+        replace(
+            line,
+            amount=line.amount + more * (next_.amount - line.amount),
+            count=line.count + more * (next_.count - line.count),
+        )
+        for line, next_ in zip(short, longer, strict=True)
+    )
 
 
 def program(

@@ -912,6 +912,10 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("predict/rehearsal", "test_predict"): [
         ("TILING.set(_few_tiles)", "TILING.get()"),
         ("        _begin(optimizer)", "        pass"),
+        ("few += (m - few) % by", "few += 0"),
+        ("few = 2 * plan.stages + 2", "few = 2"),
+        ("count=line.count + more * (next_.count - line.count),", "count=line.count,"),
+        ("if m <= 2 * few + by or", "if"),
     ],
     ("schedule/generators", "test_out_of_range"): [
         ("p, m, chunks = units.wholes(1,", "units.wholes(1,"),
