@@ -272,7 +272,7 @@ def test_two_tiles_of_each_kind_hold_what_all_of_them_hold(
 
 MANY = {  # micro-batches, as many as the last number
     "accumulated": (Mesh(dp=2), dict(zero=2, precision="bf16"), 10),
-    "gpipe": (Mesh(pp=2, tp=2), dict(schedule="gpipe", sequence=True), 18),
+    "gpipe": (Mesh(pp=2, tp=2), dict(schedule="gpipe", sequence=True), 19),
     "interleaved": (Mesh(pp=2, dp=2), dict(schedule="interleaved", chunks=2, zero=1), 26),
     "zb_v": (Mesh(pp=2), dict(schedule="zb_v"), 26),
     "dualpipe": (Mesh(pp=2, dp=2), dict(schedule="dualpipe", zero=2), 26),
