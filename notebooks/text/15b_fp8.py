@@ -262,7 +262,7 @@ reveal("sum/error", percent=round(off["14 bits"][lengths.index(4096)], 2))
 # %%
 plots.curves(
     lengths, xlabel="products in a sum", ylabel="error of the product (%)",
-    title="With 14 bits the error grows with the sum, unless it is moved every 128",
+    title="In 14 bits the error grows with the sum, unless it moves to fp32 every 128",
     log="xy", **off,
 )  # fmt: skip
 
@@ -374,7 +374,7 @@ for share in (4, 256, 65536):
 for said in ("1", "2⁻¹²"):
     how = dict(share=shares[said], steps=7)
     delayed = rigs.fp8.gradient_error(model, SCHEMES["delayed"], batch, **how)
-    print(f"loss times {said:4}:", *(f"{each:.2f}" for each in delayed))
+    print(f"loss times {said:4}:", *(f"{each:.0%}" for each in delayed))
 
 # %% [markdown]
 # With the small loss it takes four passes. At first every scale is 1, so the last layer's gradients become zero, and the layers before it see only zeros, which give them no scale. Pass by pass gradients reach more layers. Then it is as good as current scaling, until a tensor outgrows its history: what exceeds it is clipped in that step.
@@ -451,7 +451,7 @@ reveal("tiles/int8", percent=round(100 * outlier["int8, tiles"][ks.index(100)]))
 title = "int8 breaks at an outlier of 100, e4m3 at 100,000; tiles put both off tenfold"
 plots.curves(
     ks, xlabel="outlier: times the other channels", ylabel="error of the gradient",
-    title=title, alt=f"{title}. The numbers are printed below.", log="xy", **outlier,
+    title=title, log="xy", unit="%", **outlier,
 )  # fmt: skip
 
 # %%
@@ -581,7 +581,7 @@ reveal("nvfp4/batches", batches=batches[better])
 plots.curves(
     batches, xlabel="batches in the mean", ylabel="error of the mean gradient",
     title="Nearest keeps an error of its own, and rounding x and W costs far more",
-    log="xy", **off,
+    log="xy", unit="%", **off,
 )  # fmt: skip
 
 # %%
