@@ -32,7 +32,7 @@ from labutils.world import World
 # %% [markdown]
 # ## The idea in one picture
 #
-# Two weights are trained. Each of 32 small steps follows the noisy gradient of a small batch; one large step follows the mean of 32 such gradients, taken at the start, at 32 times the learning rate. On an even slope both end at the same place. In a valley that is as steep at the start, the small steps turn along its bottom, and the large step ends high on the far side.
+# Two weights are trained. Each of 32 small steps follows the noisy gradient of a small batch; one large step follows the mean of 32 such gradients, taken at the start, at 32 times the rate. On an even slope both end at the same place. In a valley that is as steep at the start, the small steps turn along its bottom, and the large step ends high on the far side.
 
 # %%
 def walk(slope, rate=1.0, k=32):
@@ -76,7 +76,7 @@ rows = network.start(range(5))
 print(f"{len(data[1]):,} examples to learn from; rows {list(rows.shape)}")
 
 # %% [markdown]
-# Is "a batch of 64" the same in such a row and on ranks? Five steps of SGD with momentum 0.9, in float64: once as a row, once on four ranks with 16 examples each, in micro-batches of 8 (lab 05), reduced once per step (lab 08).
+# Is "a batch of 64" the same in a row and on ranks? Five steps of SGD with momentum 0.9, in float64: once as a row, once on four ranks with 16 examples each, in micro-batches of 8 (lab 05), reduced once per step (lab 08).
 #
 # %%
 row = rigs.copies.train_copies(
@@ -131,7 +131,7 @@ def table(found):
 
 
 # %% [markdown]
-# At a batch of 16 the best rate of SGD is 1/64 (a sweep over factors of two). Every run sees the same number of examples. The loss is a cross-entropy in nats on held-out examples; whoever knows nothing has ln 64 = 4.16.
+# At a batch of 16 the best rate of SGD is 1/64 (a sweep over factors of two). Every run sees the same number of examples. The loss is a cross-entropy in nats on held-out examples; knowing nothing costs ln 64 = 4.16.
 #
 # > The loss at a batch of 16 is about 2.3. What is it at 32 times the batch, with the learning rate as it was?
 
@@ -160,7 +160,7 @@ print("k = 128: linear is worse by 0.2 in every seed:", lost > 0.2)
 reveal("unscaled/loss", nats=round(none.mean().item(), 1))
 
 # %% [markdown]
-# Up to a batch of 512 the linear rule nearly holds; at 2,048 it has failed in every seed. A longer record has twice as many examples and eight seeds (`python tools/scaling_sweep.py`; date and versions: `data/README.md`). Bands are two standard errors to each side:
+# Up to 512 the linear rule nearly holds; at 2,048 it has failed in every seed. A longer record has twice as many examples and eight seeds (`python tools/scaling_sweep.py`; date and versions: `data/README.md`). Bands are two standard errors to each side:
 
 # %%
 axes = dict(xlabel="batch size in examples", ylabel="held-out loss (nats)", log="x")
@@ -219,7 +219,7 @@ curves = rigs.scaling.rule_curves("rmsprop", most=512)
 plots.curves(title="RMSProp: the square root stays nearest, too", **axes, **curves)
 
 # %% [markdown]
-# At k = 4 the two rules are close. At k = 32 linear and unscaled are several standard errors behind the root. But three rates cannot say which rate is best. So sweep it in steps of √2, at both batches, as multiples of 1/256:
+# At k = 4 the two rules are close. At k = 32 linear and unscaled are several standard errors behind the root. But three rates cannot say which one is best. So sweep it in steps of √2, in multiples of 1/256:
 
 # %%
 def sweep(batch, halves):
@@ -322,7 +322,7 @@ for step, rows in along.items():
 #
 # ### Further: and the β?
 #
-# Adam's running mean of squares forgets over 1/(1 − β₂) *steps*. 1,000 of them are 16,000 examples at a batch of 16, and 512,000 at 512. So Malladi et al. (2022) scale more than the rate by √k: 1 − β₁ and 1 − β₂ by k, and ε by 1/√k. Adam allows that only below k = 10, where 1 − β₁ = 0.1 becomes 1. β₂ alone can be scaled further, and RMSProp has only β₂.
+# Adam's running mean of squares forgets over 1/(1 − β₂) *steps*. 1,000 steps are 16,000 examples at a batch of 16, and 512,000 at 512. So beside the rate Malladi et al. (2022) scale 1 − β₁ and 1 − β₂ by k, and ε by 1/√k. Adam allows that only below k = 10, where 1 − β₁ = 0.1 becomes 1. β₂ alone can be scaled further, and RMSProp has only β₂.
 #
 # What does it gain over the root alone? Recorded (`python tools/scaling_sweep.py betas`): differences in loss seed by seed, eight seeds:
 
@@ -336,7 +336,7 @@ for optimizer in ("adam", "rmsprop"):
         print(f"{optimizer:8} {rule:10}", *cells, sep="  ")
 
 # %% [markdown]
-# With Adam nothing shows up to a batch of 1,024. At 4,096, where the square root has failed, scaling β₂ alone makes the loss a little worse. Only RMSProp at 1,024 gains: it wins back half of what the root had lost. So try it where the root begins to fail, not before. (The paper claims more: in the limit of small steps the whole run follows that of the small batch. This compares ends alone.)
+# With Adam nothing shows up to a batch of 1,024. At 4,096, where the square root has failed, scaling β₂ alone makes the loss a little worse. Only RMSProp at 1,024 gains: it wins back half of what the root had lost. So try it where the root begins to fail. (The paper claims more: in the limit of small steps the whole run follows that of the small batch. This compares ends alone.)
 
 # %% [markdown]
 # ## How do you warm up?
@@ -394,7 +394,7 @@ hint("scaling/recipe", 1)
 # %% [markdown]
 # ## Further: does a warm-up help?
 #
-# On the characters above, with the linear rule, at once and with a warm-up over an eighth of the steps (recorded; losses in nats, by batch):
+# On the characters, with the linear rule, at once and with a warm-up over an eighth of the steps (recorded; nats, by batch):
 
 # %%
 for rule in ("linear", "linear, warm-up"):
@@ -403,7 +403,7 @@ for rule in ("linear", "linear, warm-up"):
     print(f"{rule:16}", *cells, sep="  ")
 
 # %% [markdown]
-# It helps at none of the four batches. But Goyal's network has normalization layers. So take a network for handwritten digits (scikit-learn's): three hidden layers, with a LayerNorm (lab 03) before each activation, or without. A batch is 718 digits, half of the data, so ten epochs of SGD are 20 steps.
+# It helps at none of them. But Goyal's network has normalization layers. So take handwritten digits (scikit-learn's) and three hidden layers, with a LayerNorm (lab 03) before each activation, or without. A batch is 718 digits, half of the data, so ten epochs of SGD are 20 steps.
 #
 # One rate would prove nothing, since a warm-up may want another rate. So the whole range was recorded, at once and with a warm-up over four of the ten epochs, twenty seeds each (`python tools/scaling_sweep.py rates`).
 #
@@ -438,11 +438,11 @@ plots.curves(
 # %% [markdown]
 # **It gains less than nothing, −0.8 ± 0.3 points**, though it was free to take a larger rate.
 #
-# What it does is to rescue a rate that is too large, and only with LayerNorm. At a rate of 4 the error is 52 % at once, and 16 % with a warm-up. (The linear rule makes 2.8 of the 1/32 at a batch of 8.) But a rate of 1, at once, ends at 4.4 %. Without LayerNorm the error shoots up from 0.5 on, warm-up or not.
+# What it does is to rescue a rate that is too large, and only with LayerNorm. At a rate of 4 the error is 52 % at once, and 16 % with a warm-up. (The linear rule comes near: it makes 2.8 of the 1/32 at a batch of 8.) But a rate of 1, at once, ends at 4.4 %. Without LayerNorm the error shoots up from 0.5 on, warm-up or not.
 #
 # So whoever sweeps the rate needs no warm-up here. Longer runs, which end far from where they begin, may: twenty steps cannot say.
 #
-# **How far does a batch grow, with a warm-up?** Against k, the points by which the error is above that of the base batch; ResNet-50 is Goyal's Figure 3:
+# **Up to which k does it hold, with a warm-up?** Here are the points by which the error is above that of the base batch, against k; ResNet-50 is Goyal's Figure 3:
 
 # %%
 theirs = {int(b) / 256: m.value for b, m in rigs.scaling.goyal("Fig 3").items()}
@@ -467,7 +467,7 @@ plots.curves(
 #
 # where tr Σ is the variance of one example's gradient, summed over all weights. Both terms are equal at B = tr Σ / |G|², the **simple noise scale** B_simple.
 #
-# Two unknowns, |G|² and tr Σ, so gradients of two batch sizes are enough. Three ways to get them, and one formula:
+# |G|² and tr Σ are two unknowns, so gradients of two batch sizes are enough. One formula, and three ways to get them:
 #
 # | | small batch | large batch |
 # |---|---|---|
@@ -548,7 +548,7 @@ hint("scaling/noise-on-ranks", 1)
 #
 # No batch takes fewer than S_min steps, and none fewer than E_min examples. Both terms are equal at the **critical batch size** B_crit = E_min / S_min, which takes twice the fewest steps and twice the fewest examples.
 #
-# > The target is a loss of 2.55. A batch of 512 is 64 times one of 8. By how many times do the steps fall?
+# > The target is a loss of 2.55. A batch of 512 is 64 times one of 8. How many times fewer steps does it take?
 
 # %%
 predict("steps/fewer", times=64)
@@ -576,7 +576,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# The learning rates follow the linear rule up to 512: four times the batch, four times the best rate (by factors of two). At 2,048 the best rate is that of 512. So the rule ends between 512 and 2,048, past the bend at 424, about where larger batches stop paying.
+# The best learning rates follow the linear rule up to 512: four times the batch, four times the rate (by factors of two). At 2,048 the best rate is that of 512. So the rule ends between 512 and 2,048, past the bend at 424, about where larger batches stop paying.
 #
 # Does B_simple tell B_crit? Three targets, each with the noise scale measured nearest to that loss:
 
@@ -596,7 +596,7 @@ for target in (2.7, 2.55, 2.4):
 #
 # ### Further: the same as time
 #
-# How many devices help? Each takes 8 examples, at 1 ms per example, and an all-reduce takes 2 ms for any number of them. At the critical batch a run takes 2·S_min steps, and with more devices never fewer than S_min:
+# How many devices help? Each takes 8 examples of 1 ms, and an all-reduce of any number 2 ms. At the critical batch a run takes 2·S_min steps, and with more devices never fewer than S_min:
 
 # %%
 devices = [2 ** (i / 2) for i in range(17)]
@@ -658,7 +658,7 @@ hint("scaling/bug-hunt", 1)
 # %% [markdown]
 # ## Further: turn the knobs
 #
-# Dots are the best of six rates at each batch size, lines what either rule predicts from a batch of 8. Which rule does each optimizer follow, and up to which batch? (Rates were tried by factors of two. For a target of 2.55 Adam's rises fourfold up to 512, where the root of 64 is 8.)
+# Dots are the best of six rates at each batch size, lines what either rule predicts from a batch of 8. Which rule does each optimizer follow, and up to which batch? (Rates were tried by factors of two: for a target of 2.55 Adam's rises fourfold up to 512, where √64 = 8.)
 
 
 # %%
@@ -682,7 +682,7 @@ explore(knobs, optimizer=["sgd", "adam"], target=[2.7, 2.55, 2.4])
 # %% [markdown]
 # ## Further: what if the model becomes wider?
 #
-# All rules so far are for one model. Does the best rate of a narrow network suit a wider one? Adam moves every weight by about its rate, whatever the gradient's length. A hidden unit sums n inputs, n being the width, and its n weights move together: its output moves n times as far as one weight. So the best rate must fall as n grows, if all layers have the same. *μP* (Yang et al. 2022, table 3) divides the rate only where a layer's input grows, by n/32 if 32 is the narrow width. For Adam:
+# All rules so far are for one model. Does the best rate of a narrow network suit a wider one? Adam moves every weight by about its rate, whatever the gradient's length. A hidden unit sums n inputs, n being the width, and its n weights move together: its output moves n times as far as one weight. So one rate for all layers must fall as n grows. *μP* (Yang et al. 2022, table 3) divides the rate only where a layer's input grows, by n/32 if 32 is the narrow width. For Adam:
 #
 # | | rate | variance at the start |
 # |---|---|---|

@@ -133,9 +133,11 @@ plots.memory_bars(
 # Between nodes it depends on how many of a node's eight network links a ring gets (lab 07):
 #
 # - *All eight*, if its neighbors fill whole nodes. They carry 8/9 of NVLink's bytes, so it asks for 9/8 · 1,670 = 1,880. ZeRO-3 over 64 ranks has three times as much.
-# - *Two*, if four rings share the links, as with tp = 4 beside dp = 16. Each asks for 7,500; dp = 16 has 6,550, and other computing just hides the rest.
+#   <!-- claim: (lambda r: [round(9 / 8 * r.products / r.link, -1), round(3 / 4 * 8192 * 64 / 63 / (9 / 8 * r.products / r.link))])(planner.Rates.of(config.Hardware.named("H100"))) == [1880, 3] -->
+# - *Two*, if four rings share the links, as with tp = 4 beside dp = 16. Each asks for 7,500; dp = 16 has 6,550, and other computing hides the rest.
+#   <!-- claim: (lambda r: [round(4 * 9 / 8 * r.products / r.link, -2), round(3 / 4 * 8192 * 16 / 15, -1)])(planner.Rates.of(config.Hardware.named("H100"))) == [7500, 6550] -->
 # - *tp = 16 on two nodes* would have 2,089, little more than the 1,880: its products take hardly longer than its messages.
-#   <!-- claim: (lambda m: (lambda P: [round(9 / 8 * 1670, -1), round(4 * 9 / 8 * 1670, -2), round(3 / 4 * 8192 * 16 / 15, -1), round(3 * P / 10 / m.d_model / 15)])(planner.work.shape(m).plain.split))(config.ModelConfig.named("llama-3.1-70b")) == [1880, 7500, 6550, 2089] -->
+#   <!-- claim: (lambda m: round(3 * planner.work.shape(m).plain.split / 10 / m.d_model / 15))(config.ModelConfig.named("llama-3.1-70b")) == 2089 -->
 #
 # Does the planner count the same? First against the formulas of the table, then for any number of ranks:
 
