@@ -70,7 +70,7 @@ for name, exponents in counts.items():
 #
 # ### Exercise 15.4 · Put a tensor into 8 bits (10 min, ●○○)
 #
-# amax is given. It may be larger or smaller than the largest |x|. For an x of zeros it is 0, and they stay zeros.
+# amax is given. It may be larger or smaller than the largest |x|. If x is zeros, it is 0, and x stays zeros.
 
 
 # %%
@@ -94,7 +94,7 @@ show(quantization.cast)
 # %% [markdown]
 # ## How wrong does the gradient become?
 #
-# Weights and batch are fixed. One backward pass runs in fp64, another with 8-bit operands in all linear layers of the blocks. The *error* is the distance between the two gradients, relative to the first. Five schemes:
+# Weights and batch are fixed. One backward pass runs in fp64, another with 8-bit operands in all layers of the blocks. The *error* is how far apart the two gradients are, relative to the first. Five schemes:
 #
 # | scheme | forward, backward | scale |
 # |---|---|---|
@@ -171,7 +171,7 @@ for forward, backward in ((F8_E4M3, F8_E4M3), (F8_E4M3, F8_E5M2), (F8_E5M2, F8_E
     print(str(forward)[13:17], str(backward)[13:17], f"{off:.1%}")
 
 # %% [markdown]
-# By the mantissa: with a scale e4m3 is the better format for gradients, too. That is most of what tiles gain in the table above, since they use e4m3 for gradients. DeepSeek-V3 uses e4m3 throughout, with tiles.
+# By the mantissa: with a scale e4m3 is the better format for gradients, too. That is most of what tiles gain above: they use e4m3 for gradients, as DeepSeek-V3 does.
 #
 # **A tile** is a group of numbers with one scale. A matrix unit adds up the products of a tile and then applies the scale, so a tile must lie *along the dim that is added up*. DeepSeek-V3's are 128 long. Each of the three products adds up over another dim:
 #
@@ -220,7 +220,7 @@ close = largest < (1e-3 if fp8_gpu else 1e-5)
 print("equal but for the rounding of sums:", close.item())
 
 # %% [markdown]
-# On a CPU it is. On an H800, an H100 with slower links, the matrix unit adds with about 14 bits, write DeepSeek-V3's authors (section 3.3.2). So they move partial sums to fp32 every 128 products, and apply the scales of tiles there. What would 14 bits cost otherwise? The emulation cuts a sum after every 32 products.
+# On a CPU, yes. On an H800, an H100 with slower links, the matrix unit adds with about 14 bits, write DeepSeek-V3's authors (section 3.3.2). So they move partial sums to fp32 every 128 products, and apply the scales of tiles there. What would 14 bits cost otherwise? The emulation cuts a sum after every 32 products.
 #
 # > Two random matrices are multiplied, with sums of 4,096 products. How large is the error, in percent of the product's norm?
 
@@ -267,7 +267,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# The sums are cut off and not rounded. So the errors all point to zero, and add up; rounded to the same 14 bits they mostly cancel. Is 0.3 % at 4,096 products much? Rounding the operands to e4m3 costs their product ten times that, 4 %, but that error points both ways and does not grow with the sum. (DeepSeek's almost 2 % is the *largest* error of an entry, ours is that of the whole product.) The rest of this lab sums in fp32 or fp64, which is kinder than such an H100.
+# The sums are cut off and not rounded. So the errors all point to zero, and add up; rounded to the same 14 bits they mostly cancel. Is 0.3 % at 4,096 products much? Rounding the operands to e4m3 costs their product ten times that, 4 %, but that error points both ways and does not grow with the sum. (DeepSeek reports almost 2 % for the *worst* entry; this is the whole product.) The rest of this lab sums in fp32 or fp64, which is kinder than such an H100.
 #   <!-- claim: (lambda a, b: round(100 * ((quantization.product(*(quantization.to_eight(each, quantization.F8_E4M3) for each in (a, b))) - a @ b.mT).norm() / (a @ b.mT).norm()).item()))(*torch.randn(2, 32, 4096, generator=torch.Generator().manual_seed(0))) == 4 -->
 
 # %% [markdown]
@@ -275,7 +275,7 @@ plots.curves(
 #
 # Where gradients are smaller than here. The mean loss divides each gradient by the number of tokens, here 256. A device that accumulates a million tokens in such micro-batches multiplies each loss by its share, $2^{-12}$ (lab 05). A data-parallel rank divides by its own tokens only, and the mean over ranks comes after the backward pass: with 64 ranks the share is $2^{-6}$.
 #
-# > The loss is multiplied by $2^{-12}$. How many percent of the fp32 run's gain does the unscaled run keep? (Thirty steps, three seeds. Gradients are divided by $2^{-12}$ before clipping and AdamW. All but 8-bit operands is in fp64.)
+# > The loss is multiplied by $2^{-12}$. How many percent of the fp32 run's gain in loss does the unscaled run keep? (Thirty steps, three seeds. Gradients are divided by $2^{-12}$ before clipping and AdamW. All but 8-bit operands is in fp64.)
 
 # %%
 predict("unscaled/gain", percent=100)
@@ -350,7 +350,7 @@ more = apart > contributed / 9
 print("but seeds of one scheme are farther apart than a third:", more)
 
 # %% [markdown]
-# In the mean of three seeds 8 bits keep more than two thirds of what the blocks contribute. Which scheme is best this experiment cannot say: two seeds of one scheme may differ by a third of it. (A test "within 0.25 of fp32" would see nothing: blocks without any gradient pass it, too.) DeepSeek-V3 reports a relative gap below 0.25 % of the loss over about a trillion tokens.
+# In the mean of three seeds 8 bits keep more than two thirds of what the blocks contribute. Which scheme is best this experiment cannot say: seeds of one scheme differ by more than a third of it. (A test "within 0.25 of fp32" would see nothing: blocks without any gradient pass it, too.) DeepSeek-V3 reports a relative gap below 0.25 % of the loss over about a trillion tokens.
 
 # %% [markdown]
 # ### Further: would one loss scale do?
@@ -377,7 +377,7 @@ for said in ("1", "2⁻¹²"):
     print(f"loss times {said:4}:", *(f"{each:.0%}" for each in delayed))
 
 # %% [markdown]
-# With the small loss it takes four passes. At first every scale is 1, so the last layer's gradients become zero, and the layers before it see only zeros, which give them no scale. Pass by pass gradients reach more layers. Then it is as good as current scaling, until a tensor outgrows its history: what exceeds it is clipped in that step.
+# With the small loss it takes four passes. At first every scale is 1, so layers hand on zeros, and a layer that gets zeros has nothing to put into its history. Pass by pass gradients reach more layers. Then it is as good as current scaling, until a tensor outgrows its history: what exceeds it is clipped in that step.
 #
 # ### Exercise 15.6 · Bug hunt: the scale of the last steps (10 min, ●●●)
 #
@@ -496,9 +496,9 @@ for (kind, tiles), k in itertools.product(kinds.items(), (1, 100)):
     print(f"{kind:9} outlier {k:3}: ", *off)
 
 # %% [markdown]
-# With tiles the outlier of 100 spoils one tile in four of the forward product: 17 % and not 83 %. In the gradient of w it spoils none: there a tile lies along tokens, so the large channel has tiles of its own. In the gradient of x only that channel is lost, whose weights are a hundred times as small as the others in their tile.
+# With tiles the outlier of 100 spoils one tile in four of the forward product: it is off by 17 %, with one scale by 83 %. In the gradient of w it spoils none: there a tile lies along tokens, so the large channel has tiles of its own. In the gradient of x only that channel is lost, whose weights are a hundred times as small as the others in their tile.
 #
-# **Does it show in training?** Recorded: 60 steps of the wide GPT at a rate of 5e-4, three seeds (`python tools/fp8_sweep.py outlier`). Again a control first: how much higher does the loss end if the blocks get no gradient? Losses of schemes are in percent of that, seed by seed:
+# **Does it show in training?** Recorded: 60 steps of the wide GPT at a rate of 5e-4, three seeds (`python tools/fp8_sweep.py outlier`). Again a control first: how much higher does the loss end if the blocks get no gradient? What a scheme loses is in percent of that, seed by seed:
 
 # %%
 ends = rigs.fp8.sweep_record("outlier", "scheme", "k")
@@ -526,7 +526,7 @@ for fmt in (floats.MXFP8, finer, floats.MXFP4, floats.NVFP4):
     print(f"{fmt.name}: {rigs.fp8.block_error(model, fmt, batch):.1%}")
 
 # %% [markdown]
-# Not by themselves: MXFP8's blocks are a quarter of a tile, but its error is 4.9 %, where tiles had 3.5 %. The scale is to blame. With a scale in e4m3, and nothing else changed, the error is 3.7 %.
+# Not by themselves: MXFP8's blocks are a quarter of a tile, but it is off by 4.9 %, where tiles are by 3.5 %. The scale is to blame. With a scale in e4m3, and nothing else changed, the error is 3.7 %.
 #
 # Which power of two should the scale be? It may bring a block's largest number to between 256 and 512, or to between 224 and 448. Compare both with an exact scale, which brings it to 448, on inputs, weights and gradients of the last layer `up`:
 
@@ -560,7 +560,7 @@ for to, way in ways.items():
 # | one scale for 16 × 16 weights | a weight that is rounded one way forward and another way backward |
 # | about 15 % of the linear layers stay in bf16, most of them at the end | layers that four bits hurt most |
 #
-# As with 8 bits, embeddings, head, norms and attention's products stay in bf16 or fp32, and master weights, gradients of weights and moments in fp32.
+# As with 8 bits, embeddings, head, norms and attention's products stay in bf16 or fp32; master weights, gradients of weights and moments in fp32.
 #
 # **Does stochastic rounding pay?** It makes *one* gradient worse, since it does not take the nearest number. But a run adds up thousands of gradients, and random errors average out. Recorded (`python tools/fp8_sweep.py averaged`): the error of the mean gradient of 1, 4, 16 and 64 batches, three seeds.
 #
@@ -591,12 +591,12 @@ for name, row in off.items():
 # %% [markdown]
 # Over 64. Up to 16 batches nearest is ahead: its errors change from batch to batch, so most of them average out, too. A part does not, and at 64 batches stochastic rounding is ahead in every seed, 2.1 against 2.2 % in the mean.
 #
-# Rounding inputs and weights as well costs far more: 11 % stay, however gradients are rounded. Errors of weights are the same in every batch, and errors of inputs pass through the whole network. The rotation wins back 0.3 to 0.5 points at 64 batches, in each seed; this small GPT has no outliers for it to spread. So the two measures that were tried show little on this model. (NVIDIA's 12B model, trained so on 10 trillion tokens, has 62.58 % on MMLU-Pro, and its FP8 run 62.62 %.)
+# Rounding inputs and weights as well costs far more: 11 % stay, however gradients are rounded. The rotation wins back 0.3 to 0.5 points at 64 batches, in each seed; this small GPT has no outliers for it to spread. So the two measures that were tried show little on this model. (NVIDIA's 12B model, trained so on 10 trillion tokens, has 62.58 % on MMLU-Pro, and its FP8 run 62.62 %.)
 
 # %% [markdown]
 # ## Which bytes are saved?
 #
-# A weight that is multiplied in 8 bits still has to be *stepped*. A step moves a weight of 1 by a thousandth, and the next e4m3 number is an eighth away: it would be lost (lab 02). So the formats in which states are *kept* between steps are a choice of their own.
+# A weight that is multiplied in 8 bits still has to be *stepped*. A step moves a weight of 1 by a thousandth, and the next e4m3 number is an eighth away: the step would be lost (lab 02). So the formats in which states are *kept* between steps are a choice of their own.
 
 # > bf16 training holds 16 bytes per parameter (lab 02). How many does Transformer Engine hold, whose products are in 8 bits?
 
@@ -683,7 +683,7 @@ print(f"against bf16: {L * tokens * (h + f) / half:.0%}")
 #
 # ### Further: and messages?
 #
-# A gather of weights halves against bf16 if it sends codes. These need one scale, so ranks first agree on one amax:
+# A gather of weights halves against bf16 if it sends codes. For one scale ranks first agree on one amax:
 
 
 # %%
@@ -809,7 +809,7 @@ for name, keep in ways.items():
     print(f"{name:12} off by {off:4.0%}, largest step {moved.abs().max():5.1f}")
 
 # %% [markdown]
-# Only the second moment v needs a code; for m even steps do. Even steps make some v zero. Then only (1 − β₂)g² of the *newest* gradient is left under the root. It may be tiny where m is not, and a weight moves by 408 learning rates. Even steps of √v do here as well, since the root halves the decades, but they span fewer than the code's seven.
+# Only the second moment v needs a code; for m even steps do. Even steps make some v zero. Then only (1 − β₂)g² of the *newest* gradient is left under the root. It may be tiny where m is not, and a weight moves by 408 learning rates. Even steps of √v do here as well, since the root halves the decades.
 #
 # Why blocks? Make one gradient of a matrix a thousand times the largest, as a rare token's may be. Its second moment is a million times the largest.
 #
@@ -830,7 +830,7 @@ for block in (2048, None):
         reveal("moments/zero", percent=round(100 * zero_share))
 
 # %% [markdown]
-# Each of those weights is divided by its newest gradient alone, as with even steps above. With one scale they are 99 %. A block is the optimizer's tile.
+# Each of those weights is divided by its newest gradient alone, as with even steps above. (With one scale: 99 %.) A block is the optimizer's tile.
 
 # %% [markdown]
 # ## Further: turn the knobs
