@@ -427,10 +427,10 @@ reveal("warm-up/gains", points=round(gains, 1))
 # %%
 names = {True: "LayerNorm", False: "no norm"}
 plots.curves(
-    xlabel="learning rate, after the warm-up", ylabel="test error (%)", log="xy",
+    xlabel="learning rate, after the warm-up", ylabel="test error", unit="%", log="xy",
     title="With LayerNorm a warm-up rescues too large a rate; the best gains nothing",
     **{
-        f"{names[norm]}, {rule}": (list(of), [mean.value for mean in of.values()])
+        f"{names[norm]}, {rule}": (list(of), [mean.value / 100 for mean in of.values()])
         for (norm, rule), of in runs.items()
     },
 )  # fmt: skip
@@ -724,7 +724,7 @@ for (rule, n), means in found.items():
         curves[f"{rule} {n}"] = values
         bests[f"{rule} {n}"] = [times[values.index(min(values))]], [min(values)]
 plots.curves(
-    times, xlabel="learning rate, times 1/256", ylabel="held-out loss (nats)", log="x",
+    times, xlabel="learning rate, in 1/256", ylabel="held-out loss (nats)", log="x",
     title="In a wider network the best rate is smaller; with μP it stays",
     measured=bests, **curves,
 )  # fmt: skip
