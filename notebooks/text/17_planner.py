@@ -586,7 +586,7 @@ for s, found in fastest.items():
 # %%
 ratio = [found.seconds / found.fastest.seconds for found in searched.values()]
 loses = np.where(every.fits, np.max(ratio, axis=0) - 1, np.inf)
-for i in loses.argsort()[:3]:
+for i in loses.argsort(kind="stable")[:3]:  # of equal plans the first
     print(f"{loses[i]:.1%} at most: {text_of(every.plans[i])}")
 
 # %% [markdown]
