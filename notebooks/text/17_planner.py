@@ -108,7 +108,7 @@ plots.memory_bars(
 # %% [markdown]
 # Each axis divides something else. tp divides attention and leaves experts whole: 832 GB. (Megatron-LM's default divides them as well, to 105 GB of states.) ep divides experts alone, pp all weights by layers, cp tokens. Ranks of dp, ep and cp share the optimizer.
 #
-# One number compares their prices: how many FLOPs does a rank compute for each byte that it sends? The table takes a layer's products, forward and backward. T are the tokens of a micro-batch on this rank (under cp its share), P the weights of a layer, h its width. A layer has a heads for queries and g for keys, each d wide. An expert is f wide, a token visits k of them; there are L layers.
+# One number compares their prices: how many FLOPs does a rank compute for each byte that it sends? The table takes a layer's products, forward and backward. T are the tokens of a micro-batch on this rank (under cp its share), P the weights of a layer, h its width. A layer has a heads for queries and g for keys, each d wide. An expert is f wide, a token visits k experts, and there are L layers.
 #
 # | n ranks of | divide | bytes sent for a layer and micro-batch | FLOP per byte | so it needs |
 # |---|---|---|---|---|
@@ -482,7 +482,7 @@ consider(llama, tp=8, dp=8, zero=3)
 consider(llama, tp=16, dp=4)
 
 # %% [markdown]
-# The third is what many would write first: tp in the node, pp across. It waits 18 s for tp. In the fourth ZeRO-3 gathers all weights twice in each of 64 micro-batches.
+# The third plan is what many would write first: tp in the node, pp across. It waits 18 s for tp. In the fourth, ZeRO-3 gathers all weights twice in each of 64 micro-batches.
 
 # %% [markdown]
 # ### Further: memory against time, and what one more buys
@@ -560,7 +560,7 @@ for degrees, allowed in (({}, climb.ALL), ({}, (0,)), ({"tp": 8}, (0,))):
 # %% [markdown]
 # ## What does the winner hang on?
 #
-# On a sixth number, which no run of the data tells. ZeRO-2 and 3 send while a rank computes, and so do chunks: behind which share of the computing can messages hide? The planner assumes all of it. The winner reduces gradients in each of 512 backward passes.
+# On a sixth number, which no run of the data tells: the share of computing behind which messages can hide. ZeRO-2 and 3 send while a rank computes, and so do chunks. The planner assumes a share of 1. The winner reduces gradients in each of 512 backward passes.
 #
 # > The winner's step takes 60.8 s. How many seconds does it take if nothing hides?
 
@@ -743,12 +743,12 @@ print(export("megatron", llama, tied))
 # > - Every axis divides something else, and stops where a rank computes too little for each byte that it sends: tokens for ZeRO-3, width for tp. ZeRO-3 on 64 ranks, with 8,192 tokens, has 6,241 FLOP per byte; an H100 asks for 1,670 on NVLink, 15,000 on one network link.
 # >   <!-- claim: (lambda r: round(r.products / r.link))(planner.Rates.of(config.Hardware.named("H100"))) == 1670 -->
 # > - A plan fails where the fullest rank is full: count it with its own layers, its own micro-batches, and every axis.
-# > - Five numbers, fitted to five runs, predict 17 others with a mean error of 2.9 % and 7.3 % at worst; one rate and 6N with 26 % and 54 %, with attention's FLOPs as well 18 % and 44 %. Usual rates with one fitted factor: 3.9 % and 7.7 %.
+# > - Five numbers, fitted to five runs, predict 17 others with a mean error of 2.9 % (7.3 % at worst). One rate with 6N has 26 % (54 %), with attention's FLOPs as well 18 % (44 %), usual rates with one fitted factor 3.9 % (7.7 %).
 # >   <!-- claim: (lambda runs, device: (lambda five: (lambda off: [round(100 * float(abs(off).mean()), 1), round(100 * float(abs(off).max()), 1)])(planner.residuals([r for r in runs if r not in five], planner.calibrate(five, device))))(planner.which_runs(runs, device)))(planner.measured(), config.Hardware.named("B200")) == [2.9, 7.3] -->
-# > - Of 16,524 legal plans for Llama-3.1-70B on 64 H100 3,681 fit, and 13 are within 3 % of the best. (Of Llama-3.1-8B's 75 % fit.)
+# > - Of 16,524 legal plans for Llama-3.1-70B on 64 H100, 3,681 fit, and 13 are within 3 % of the best. (Of Llama-3.1-8B's 75 % fit.)
 # >   <!-- claim: (lambda found, small: [len(found), int(found.fits.sum()), len(found.ties), round(100 * float(small.fits.mean()))])(*(planner.search(__import__("dataclasses").replace(claims.llama_on_64_h100(), model=__import__("dataclasses").replace(config.ModelConfig.named(name), seq_len=8192))) for name in ("llama-3.1-70b", "llama-3.1-8b"))) == [16524, 3681, 13, 75] -->
 # > - A best plan is best under its assumptions. Switch each off, and defend the plan that loses least: here one with ZeRO-1, since the winner may lose 67 %.
-# > - What a plan holds and sends can be proven before any GPU is there, for the code that runs, here the course's. Seconds cannot.
+# > - What a plan holds and sends can be proven before any GPU is there, for the code that then runs (here the course's). Seconds cannot.
 #
 # On your own cluster: make five short runs that differ much, fit, search, prove the bytes.
 
