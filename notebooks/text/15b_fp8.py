@@ -332,7 +332,7 @@ for said, share in shares.items():
     print(f"loss times {said:4}: {gone:.0%} of the gradients of outputs become zero")
 
 # %% [markdown]
-# **Do 8 bits train as well?** Now the share is 1. First a control: what could this experiment see? Without any gradient for the blocks (unscaled at $2^{-12}$) the loss ends only a little higher. That difference is what the blocks contribute, and a gap is judged in parts of it:
+# **Do 8 bits train as well?** Now the share is 1. First a control: what could this experiment see? Without any gradient for the blocks (unscaled at $2^{-12}$) the loss ends only a little higher. That difference is what the blocks contribute; a scheme's gap is judged as a part of it:
 
 # %%
 ends = {"no gradient for the blocks": runs["unscaled"]}
@@ -465,7 +465,7 @@ whole, span = (floats.E4M3.max / least for least in kept)
 print(f"e4m3: all digits over a factor of {whole:,.0f}, something over {span:,.0f}")
 
 # %% [markdown]
-# int8 has one step size for the whole tensor, which the outlier makes large. e4m3 gives each number its own exponent: a number keeps its digits while the largest of the tensor is at most 28,672 times as large. Then it loses digit after digit, and beyond the span it is zero. (Here that begins near an outlier of 7,000: the largest number of its channel is some four times its typical one.) So integers lack range, and floats precision.
+# int8 has one step size for the whole tensor, which the outlier makes large. e4m3 gives each number its own exponent: a number keeps its digits while the largest of the tensor is at most 28,672 times as large. Then it loses digit after digit; beyond 229,376 times it is zero. (Here that begins near an outlier of 7,000: the largest number of its channel is some four times its typical one.) So integers lack range, and floats precision.
 #
 # Tiles keep the damage of an outlier in one place. Which place? Here are the three products of the layer `up` in int8, one at a time:
 
@@ -564,7 +564,7 @@ for to, way in ways.items():
 #
 # **Does stochastic rounding pay?** It makes *one* gradient worse, since it does not take the nearest number. But a run adds up thousands of gradients, and random errors average out. Recorded (`python tools/fp8_sweep.py averaged`): the error of the mean gradient of 1, 4, 16 and 64 batches, three seeds.
 #
-# > Only gradients of outputs are in NVFP4. Over how many batches must one average until stochastic rounding beats nearest?
+# > Only gradients of outputs are in NVFP4. Over how many batches must one average until stochastic rounding beats rounding to nearest?
 
 # %%
 predict("nvfp4/batches", batches=1)
@@ -884,7 +884,7 @@ explore(
 # > - Without a scale, at the loss scale of a large batch, all gradients of the blocks are zero. With one for each tensor, the loss scale does not matter. (One well-chosen loss scale for all does as well here.)
 # >   <!-- claim: quantization.cast(torch.tensor([2.0**-18]), quantization.F8_E5M2).float().item() == 0 -->
 # > - A delayed scale needs some steps until every layer has seen its gradients, and clips what outgrows its history.
-# > - Judge a format by Adam's step and not by the error of the whole gradient: without a scale the step is off by a third here, the gradient by 7 %.
+# > - Judge a format by the error of Adam's step, not of the whole gradient: without a scale the step is off by a third here, the gradient by 7 %.
 # > - Without outliers int8 is as precise as 8-bit floats, or more. Here it breaks at an outlier of 100. e4m3 keeps its digits over a factor of 28,672, and loses one after the other up to 229,376.
 # >   <!-- claim: [floats.E4M3.max / each for each in (floats.E4M3.min_normal, floats.E4M3.min_subnormal)] == [28672, 229376] -->
 # > - A sum of 4,096 products in 14 bits is off by 0.3 % here, and moved to fp32 every 128 by 0.01 %.
