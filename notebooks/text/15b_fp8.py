@@ -267,7 +267,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# The sums are cut off and not rounded. So the errors all point to zero, and add up; rounded to the same 14 bits they mostly cancel. Is 0.3 % at 4,096 products much? Rounding the operands to e4m3 costs their product ten times that, 4 %, but that error points both ways and does not grow with the sum. (DeepSeek reports almost 2 % for the *worst* entry; this is the whole product.) The rest of this lab sums in fp32 or fp64, which is kinder than such an H100.
+# The sums are cut off and not rounded. So the errors all point to zero, and add up; rounded to the same 14 bits they mostly cancel. Is 0.3 % at 4,096 products much? Rounding the operands to e4m3 costs their product ten times that, 4 %, but that error points both ways and does not grow with the sum. (DeepSeek's almost 2 % is of the *worst* entry.) The rest of this lab sums in fp32 or fp64, which is kinder than such an H100.
 #   <!-- claim: (lambda a, b: round(100 * ((quantization.product(*(quantization.to_eight(each, quantization.F8_E4M3) for each in (a, b))) - a @ b.mT).norm() / (a @ b.mT).norm()).item()))(*torch.randn(2, 32, 4096, generator=torch.Generator().manual_seed(0))) == 4 -->
 
 # %% [markdown]
@@ -368,7 +368,7 @@ for share in (4, 256, 65536):
 #
 # For the current amax a GPU reads the whole tensor before it can cast. **Delayed scaling** saves that pass: its scale comes from the largest amax of earlier steps, and this step's is noted on the way. The first step has no history: its scale is 1.
 #
-# How long does it take to find its scales? The error of the gradient in seven backward passes at the same weights, for the loss and for the loss times $2^{-12}$:
+# How long does it take to find its scales? The error in seven backward passes at the same weights, for the loss and the loss times $2^{-12}$:
 
 # %%
 for said in ("1", "2⁻¹²"):
@@ -526,7 +526,7 @@ for fmt in (floats.MXFP8, finer, floats.MXFP4, floats.NVFP4):
     print(f"{fmt.name}: {rigs.fp8.block_error(model, fmt, batch):.1%}")
 
 # %% [markdown]
-# Not by themselves: MXFP8's blocks are a quarter of a tile, but it is off by 4.9 %, where tiles are by 3.5 %. The scale is to blame. With a scale in e4m3, and nothing else changed, the error is 3.7 %.
+# Not by themselves: MXFP8 is off by 4.9 %, tiles, which are four times as long, by 3.5 %. The scale is to blame. With a scale in e4m3, and nothing else changed, the error is 3.7 %.
 #
 # Which power of two should the scale be? It may bring a block's largest number to between 256 and 512, or to between 224 and 448. Compare both with an exact scale, which brings it to 448, on inputs, weights and gradients of the last layer `up`:
 
@@ -739,7 +739,7 @@ for tokens in (1_536, 3_072, 8_192):
 # %% [markdown]
 # So it depends on the tokens of a rank. At 1,536 messages decide, and products in 8 bits alone bring 4 %. At 8,192 products hide nearly all messages, and sending them in 8 bits brings 2 %.
 #
-# (The third timeline sends gradients in 8 bits, too, which torchao does not.) Casts are left out, and products of attention and head, which stay in bf16. **Amdahl's law** says what these cost: if a share a of the FLOPs runs twice as fast, a step is 1 / (1 − a/2) times as fast. For Llama-3.1-8B, by tokens in a row (attention is counted in full; a causal kernel leaves out up to half of it):
+# (torchao does not send gradients in 8 bits.) Casts are left out, and products of attention and head, which stay in bf16. **Amdahl's law** says what these cost: if a share a of the FLOPs runs twice as fast, a step is 1 / (1 − a/2) times as fast. For Llama-3.1-8B, by tokens in a row (attention is counted in full; a causal kernel leaves out up to half of it):
 
 # %%
 for s in (2048, 8192, 32768, 131072):
@@ -809,7 +809,7 @@ for name, keep in ways.items():
     print(f"{name:12} off by {off:4.0%}, largest step {moved.abs().max():5.1f}")
 
 # %% [markdown]
-# Only the second moment v needs a code; for m even steps do. Even steps make some v zero. Then only (1 − β₂)g² of the *newest* gradient is left under the root. It may be tiny where m is not, and a weight moves by 408 learning rates. Even steps of √v do here as well, since the root halves the decades.
+# Only the second moment v needs a code. Even steps make some v zero. Then only (1 − β₂)g² of the *newest* gradient is left under the root. It may be tiny where m is not, and a weight moves by 408 learning rates. Even steps of √v do here as well, since the root halves the decades.
 #
 # Why blocks? Make one gradient of a matrix a thousand times the largest, as a rare token's may be. Its second moment is a million times the largest.
 #
