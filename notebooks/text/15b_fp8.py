@@ -94,7 +94,7 @@ show(quantization.cast)
 # %% [markdown]
 # ## How wrong does the gradient become?
 #
-# Weights and batch are fixed. One backward pass runs in fp64, another with 8-bit operands in all layers of the blocks. The *error* is how far apart the two gradients are, relative to the first. Five schemes:
+# Weights and batch are fixed. One backward pass runs in fp64, another with 8-bit operands in all layers of the blocks. The *error* is how far apart both gradients are, relative to the first. Five schemes:
 #
 # | scheme | forward, backward | scale |
 # |---|---|---|
@@ -161,7 +161,7 @@ for name in of_each:
     print(f"{name:9} step off by {off:.1%}")
 
 # %% [markdown]
-# **Without a scale the gradient is off by 7 % and Adam's step by a third; with one, both are off by 3 to 5 %.** One number for the whole gradient hides what goes wrong. In Adam's step int8's lead over tiles is gone, too.
+# **Without a scale the gradient is off by 7 % and Adam's step by a third; with one, both are off by 3 to 5 %.** One number for the whole gradient hides what goes wrong. In Adam's step int8's lead over tiles is gone, too. (What this costs a run, thirty steps cannot tell.)
 #
 # Does "current" lose its 5 % by the mantissa or by the range? Trade one for the other:
 
@@ -171,9 +171,9 @@ for forward, backward in ((F8_E4M3, F8_E4M3), (F8_E4M3, F8_E5M2), (F8_E5M2, F8_E
     print(str(forward)[13:17], str(backward)[13:17], f"{off:.1%}")
 
 # %% [markdown]
-# By the mantissa: with a scale e4m3 is the better format for gradients, too. That is most of what tiles gain above: they use e4m3 for gradients, as DeepSeek-V3 does.
+# By the mantissa: with a scale e4m3 is the better format for these gradients, too. That is most of what tiles gain above: they use it for gradients, as DeepSeek-V3 does.
 #
-# **A tile** is a group of numbers with one scale. A matrix unit adds up the products of a tile and then applies the scale, so a tile must lie *along the dim that is added up*. DeepSeek-V3's are 128 long. Each of the three products adds up over another dim:
+# **A tile** is a group of numbers with one scale. Its products are added up before the scale is applied, so a tile must lie *along the dim that is added up*. DeepSeek-V3's are 128 long. Each product adds up over another dim:
 #
 # | product | adds up over |
 # |---|---|
@@ -220,7 +220,7 @@ close = largest < (1e-3 if fp8_gpu else 1e-5)
 print("equal but for the rounding of sums:", close.item())
 
 # %% [markdown]
-# On a CPU, yes. On an H800, an H100 with slower links, the matrix unit adds with about 14 bits, write DeepSeek-V3's authors (section 3.3.2). So they move partial sums to fp32 every 128 products, and apply the scales of tiles there. What would 14 bits cost otherwise? The emulation cuts a sum after every 32 products.
+# On a CPU, yes. The matrix unit of an H800 (an H100 with slower links) adds with about 14 bits, DeepSeek-V3's authors write (section 3.3.2). So they move partial sums to fp32 every 128 products, and apply the scales of tiles there. What would 14 bits cost without that? The emulation cuts a sum after every 32 products.
 #
 # > Two random matrices are multiplied, with sums of 4,096 products. How large is the error, in percent of the product's norm?
 
@@ -267,7 +267,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# The sums are cut off and not rounded. So the errors all point to zero, and add up; rounded to the same 14 bits they mostly cancel. Is 0.3 % at 4,096 products much? Rounding the operands to e4m3 costs their product ten times that, 4 %, but that error points both ways and does not grow with the sum. (DeepSeek's almost 2 % is of the *worst* entry.) The rest of this lab sums in fp32 or fp64, which is kinder than such an H100.
+# Sums that are cut off all err towards zero, so errors add up; rounded to the same 14 bits they mostly cancel. Is 0.3 % at 4,096 products much? Rounding the operands to e4m3 costs their product ten times that, 4 %, but that error points both ways and does not grow with the sum. (DeepSeek reports almost 2 %, for the *worst* entry.) The rest of this lab sums in fp32 or fp64, which is kinder than an H100 without those moves.
 #   <!-- claim: (lambda a, b: round(100 * ((quantization.product(*(quantization.to_eight(each, quantization.F8_E4M3) for each in (a, b))) - a @ b.mT).norm() / (a @ b.mT).norm()).item()))(*torch.randn(2, 32, 4096, generator=torch.Generator().manual_seed(0))) == 4 -->
 
 # %% [markdown]
@@ -324,7 +324,7 @@ gain = {name: sum(start - run[-1] for run in three) for name, three in runs.item
 reveal("unscaled/gain", percent=round(100 * gain["unscaled"] / gain["fp32"], -1))
 
 # %% [markdown]
-# An error of 100 % is a gradient of zero: at $2^{-12}$ the blocks get none. What still learns are the embeddings, which are the head as well, and the last norm. With a scale the blocks learn again, and the error is the same at every share. The cause is range: what is below $2^{-17}$, half of e5m2's smallest number, becomes zero:
+# An error of 100 % is a gradient of zero: at $2^{-12}$ the blocks get none. What still learns, and keeps 90 % of the gain, are the embeddings, which are the head as well, and the last norm. With a scale the blocks learn again, and the error is the same at every share. The cause is range: what is below $2^{-17}$, half of e5m2's smallest number, becomes zero:
 
 # %%
 for said, share in shares.items():
@@ -350,12 +350,12 @@ more = apart > contributed / 9
 print("but seeds of one scheme are farther apart than a third:", more)
 
 # %% [markdown]
-# In the mean of three seeds 8 bits keep more than two thirds of what the blocks contribute. Which scheme is best this experiment cannot say: seeds of one scheme differ by more than a third of it. (A test "within 0.25 of fp32" would see nothing: blocks without any gradient pass it, too.) DeepSeek-V3 reports a relative gap below 0.25 % of the loss over about a trillion tokens.
+# In the mean of three seeds 8 bits keep more than two thirds of what the blocks contribute. Which scheme is best this experiment cannot say: seeds of one scheme differ by more than a third of it. (A test "within 0.25 of fp32" would see nothing: blocks without gradients pass it, too.) DeepSeek-V3 reports a relative gap below 0.25 % of the loss over about a trillion tokens.
 
 # %% [markdown]
 # ### Further: would one loss scale do?
 #
-# Lab 02's remedy was one loss scale for all tensors. Here it would do as well. But somebody has to choose it by the worst matrix, and adjust it while gradients shrink:
+# Lab 02's remedy was one loss scale for all tensors. Here it would do as well. But somebody has to choose it by the worst matrix, not by the error of all, and adjust it while gradients shrink:
 
 # %%
 for share in (4, 256, 65536):
@@ -426,7 +426,7 @@ show(quantization.advance_scales)
 # %% [markdown]
 # ## What does an outlier do?
 #
-# Large language models have channels up to a hundred times as large as the others (SmoothQuant); MiniLM's first token had 17 to 19 times (lab 15a). Plant one: multiply the first input channel of every layer by k, and divide its weights by k. In exact arithmetic nothing changes. The GPT above is 128 wide, so every tile would meet the outlier. Take one of width 512 (one layer, untrained): there one of four tiles in a row does.
+# Activations of large language models have channels up to a hundred times as large as the others (SmoothQuant); MiniLM's first token had 17 to 19 times (lab 15a). Plant one: multiply the first input channel of every layer by k, and divide its weights by k. In exact arithmetic nothing changes. The GPT above is 128 wide, so every tile would meet the outlier. Take one of width 512 (one layer, untrained): there one of four tiles in a row does.
 #
 # > At an outlier of 100, int8 with one scale is off by 69 %. How many percent is int8 with a scale per tile?
 
@@ -465,7 +465,7 @@ whole, span = (floats.E4M3.max / least for least in kept)
 print(f"e4m3: all digits over a factor of {whole:,.0f}, something over {span:,.0f}")
 
 # %% [markdown]
-# int8 has one step size for the whole tensor, which the outlier makes large. e4m3 gives each number its own exponent: a number keeps its digits while the largest of the tensor is at most 28,672 times as large. Then it loses digit after digit; beyond 229,376 times it is zero. (Here that begins near an outlier of 7,000: the largest number of its channel is some four times its typical one.) So integers lack range, and floats precision.
+# int8 has one step size for the whole tensor, which the outlier makes large. e4m3 gives each number its own exponent: a number keeps its digits while the largest of the tensor is at most 28,672 times as large. Then it loses digit after digit, the last beyond 229,376 times. (Here that begins near an outlier of 7,000: the largest number of its channel is some four times its typical one.) So integers lack range, and floats precision.
 #
 # Tiles keep the damage of an outlier in one place. Which place? Here are the three products of the layer `up` in int8, one at a time:
 
@@ -589,14 +589,14 @@ for name, row in off.items():
     print(f"{name:24}", *(f"{each:6.1%}" for each in row))
 
 # %% [markdown]
-# Over 64. Up to 16 batches nearest is ahead: its errors change from batch to batch, so most of them average out, too. A part does not, and at 64 batches stochastic rounding is ahead in every seed, 2.1 against 2.2 % in the mean.
+# Over 16 nearest is still ahead: its errors change from batch to batch, so most average out, too. A part does not, and over 64 stochastic rounding is ahead in every seed: 2.1 against 2.2 % in the mean.
 #
 # Rounding inputs and weights as well costs far more: 11 % stay, however gradients are rounded. The rotation wins back 0.3 to 0.5 points at 64 batches, in each seed; this small GPT has no outliers for it to spread. So the two measures that were tried show little on this model. (NVIDIA's 12B model, trained so on 10 trillion tokens, has 62.58 % on MMLU-Pro, and its FP8 run 62.62 %.)
 
 # %% [markdown]
 # ## Which bytes are saved?
 #
-# A weight that is multiplied in 8 bits still has to be *stepped*. A step moves a weight of 1 by a thousandth, and the next e4m3 number is an eighth away: the step would be lost (lab 02). So the formats in which states are *kept* between steps are a choice of their own.
+# A weight that is multiplied in 8 bits still has to be *stepped*. A step moves a weight of 1 by a thousandth, and the next e4m3 number is an eighth away: the step would be lost (lab 02). So the formats that *keep* states between steps are a choice of their own.
 
 # > bf16 training holds 16 bytes per parameter (lab 02). How many does Transformer Engine hold, whose products are in 8 bits?
 
@@ -679,7 +679,7 @@ half = measure.saved_activations(lambda: rigs.fp8.loss_of(half, batch), half).to
 print(f"against bf16: {L * tokens * (h + f) / half:.0%}")
 
 # %% [markdown]
-# Against bf16, the usual rival, a layer saves h + f bytes per token: 10 % here. Against fp32 it is 23 %, and not three quarters, for two reasons. Norms, attention and GELU keep what they kept. And queries, keys and values read *one* input, which fp32 keeps once and these layers three times. With one matrix for all three, as is usual, a layer saves 3h + f against bf16. (The 6 · 4 bytes are scales.)
+# Against bf16, the usual rival, a block saves h + f bytes per token: 10 % here. Against fp32 it is 23 %, and not three quarters, for two reasons. Norms, attention and GELU keep what they kept. And queries, keys and values read *one* input, which fp32 keeps once and these layers three times. With one matrix for all three, as is usual, a block saves 3h + f against bf16. (The 6 · 4 bytes are scales.)
 #
 # ### Further: and messages?
 #
@@ -739,7 +739,7 @@ for tokens in (1_536, 3_072, 8_192):
 # %% [markdown]
 # So it depends on the tokens of a rank. At 1,536 messages decide, and products in 8 bits alone bring 4 %. At 8,192 products hide nearly all messages, and sending them in 8 bits brings 2 %.
 #
-# (torchao does not send gradients in 8 bits.) Casts are left out, and products of attention and head, which stay in bf16. **Amdahl's law** says what these cost: if a share a of the FLOPs runs twice as fast, a step is 1 / (1 − a/2) times as fast. For Llama-3.1-8B, by tokens in a row (attention is counted in full; a causal kernel leaves out up to half of it):
+# (torchao sends no gradients in 8 bits.) Casts are left out, and products of attention and head, which stay in bf16. **Amdahl's law** says what these cost: if a share a of the FLOPs runs twice as fast, a step is 1 / (1 − a/2) times as fast. For Llama-3.1-8B, by tokens in a row (attention is counted in full; a causal kernel leaves out up to half of it):
 
 # %%
 for s in (2048, 8192, 32768, 131072):
@@ -809,7 +809,7 @@ for name, keep in ways.items():
     print(f"{name:12} off by {off:4.0%}, largest step {moved.abs().max():5.1f}")
 
 # %% [markdown]
-# Only the second moment v needs a code. Even steps make some v zero. Then only (1 − β₂)g² of the *newest* gradient is left under the root. It may be tiny where m is not, and a weight moves by 408 learning rates. Even steps of √v do here as well, since the root halves the decades.
+# Even steps do for m, and not for v: they make some v zero. Then only (1 − β₂)g² of the *newest* gradient is left under the root. It may be tiny where m is not, and a weight moves by 408 learning rates. Even steps of √v do here as well, since the root halves the decades.
 #
 # Why blocks? Make one gradient of a matrix a thousand times the largest, as a rare token's may be. Its second moment is a million times the largest.
 #
@@ -830,7 +830,7 @@ for block in (2048, None):
         reveal("moments/zero", percent=round(100 * zero_share))
 
 # %% [markdown]
-# Each of those weights is divided by its newest gradient alone, as with even steps above. (With one scale: 99 %.) A block is the optimizer's tile.
+# Each of those weights is divided by its newest gradient alone, as with even steps above. In blocks it is 3 %, one block of 32; with one scale 99 %. A block is the optimizer's tile.
 
 # %% [markdown]
 # ## Further: turn the knobs

@@ -32,7 +32,7 @@ from labutils.world import World
 # %% [markdown]
 # ## The idea in one picture
 #
-# Two weights are trained. Each of 32 small steps follows the noisy gradient of a small batch; one large step follows the mean of 32 such gradients, taken at the start, at 32 times the rate. On an even slope both end at the same place. In a valley that is as steep at the start, the small steps turn along its bottom, and the large step ends high on the far side.
+# Two weights are trained. Each of 32 small steps follows the noisy gradient of a small batch; one large step follows the mean of 32 such gradients, taken at the start, at 32 times the rate. On an even slope both end at the same place. In a valley that is as steep at the start, the small steps turn along its bottom, and the same large step ends high on the far side.
 
 # %%
 def walk(slope, rate=1.0, k=32):
@@ -99,7 +99,7 @@ apart = max((each - row).abs().max().item() for each in found)
 print("the weights are equal to 1e-10:", apart < 1e-10)
 
 # %% [markdown]
-# So all else is measured on rows, and holds on ranks, too. The loop that trains them:
+# So all else is measured on rows, and holds on ranks. The loop that trains them:
 
 # %%
 show(rigs.copies.train_copies)
@@ -219,7 +219,7 @@ curves = rigs.scaling.rule_curves("rmsprop", most=512)
 plots.curves(title="RMSProp: the square root stays nearest, too", **axes, **curves)
 
 # %% [markdown]
-# At k = 4 the two rules are close. At k = 32 linear and unscaled are several standard errors behind the root. But three rates cannot say which one is best. So sweep it in steps of √2, in multiples of 1/256:
+# At k = 4 the two rules are close. At k = 32 linear and unscaled are several standard errors behind the root. But three rates cannot say where the best one is. So sweep in steps of √2, in multiples of 1/256:
 
 # %%
 def sweep(batch, halves):
@@ -236,7 +236,7 @@ sweep(16, range(-1, 4))
 sweep(512, range(3, 9))
 
 # %% [markdown]
-# **The best rate grows from 1.4 to 8, by 5.7 give or take a step of √2: the root fits, unscaled and linear do not.** (A sweep by factors of two had said 8.) Further up the square-root rule fails, too:
+# **The best rate grows from 1.4 to 8, by 5.7 give or take a step of √2: the root fits, unscaled and linear do not.** (A sweep by factors of two had said 8 times.) Further up the square-root rule fails, too:
 
 # %%
 for optimizer in ("adam", "rmsprop"):
@@ -261,9 +261,9 @@ for lr, decay, steps in (
     print(f"lr {lr:.4f}, wd {decay:.3f}, {steps:4} steps: {left:.3f} of a weight left")
 
 # %% [markdown]
-# The number to keep is lr·wd·steps per epoch (Wang and Aitchison 2024). Under the linear rule the rate makes up for the missing steps, and wd stays. Under the square root it makes up for √k of them: an epoch decays √k times less, unless wd becomes √k·wd.
+# The number to keep is lr·wd·steps per epoch (Wang and Aitchison 2024). Under the linear rule the rate makes up for the missing steps, and wd stays. Under the square root only √k of k is made up: an epoch decays √k times less, unless wd becomes √k·wd.
 #
-# Does training want that? It would not be enough that √32·wd does better than wd: the small batch might want more, too. Where is the *best* wd of each batch, for AdamW on 2,048 examples that it sees 16 times, at √32 times the rate for the large one?
+# Does training want that? It would not be enough that √32·wd does better than wd: the small batch might want more. Where is the *best* wd of each batch, for AdamW on 2,048 examples that it sees 16 times, at √32 times the rate for the large one?
 
 
 # %%
@@ -285,7 +285,7 @@ for batch, lr in ((16, 1 / 256), (512, root / 256)):
         print(f"    wd {wd}: loss {loss:.2f}, |w| {length:.0f}")
 
 # %% [markdown]
-# The best wd moves from 0.4 to 1.6. The rule says √32·0.4 = 2.3, so it holds within the sweep's factor of two. Both best runs leave weights of the same length, 17. With the small batch's wd the large one loses 0.3 nats.
+# The best wd moves from 0.4 to 1.6. The rule says √32·0.4 = 2.3, so it holds within the sweep's factor of two. Both best runs leave weights of the same length, 17. With the small batch's wd the large one is 0.3 nats behind.
 #
 # ### Further: is it the divisor?
 #
@@ -361,7 +361,7 @@ shapes = {
     "WSD": [min(t / 20, scaling.wsd(t, 100, peak=1, decay=20)) for t in range(101)],
 }
 plots.curves(
-    range(101), xlabel="iteration", ylabel="of the scaled rate",
+    range(101), xlabel="iteration", ylabel="share of the scaled rate",
     title="WSD needs its last iteration only when it decays", **shapes,
 )  # fmt: skip
 
@@ -420,7 +420,7 @@ runs = {
 }
 best = {of: min(found.values()) for of, found in runs.items()}
 for (norm, rule), mean in best.items():
-    print(f"LayerNorm {norm!s:5} {rule:8} best: {mean.value:.1f} ± {mean.error:.1f} %")
+    print(f"LayerNorm {norm!s:5} {rule:8} best: {mean.value:.2f} ± {mean.error:.2f} %")
 gains = best[True, "at once"].value - best[True, "warm-up"].value
 reveal("warm-up/gains", points=round(gains, 1))
 
@@ -438,11 +438,11 @@ plots.curves(
 # %% [markdown]
 # **It gains less than nothing, −0.8 ± 0.3 points**, though it was free to take a larger rate.
 #
-# What it does is to rescue a rate that is too large, and only with LayerNorm. At a rate of 4 the error is 52 % at once, and 16 % with a warm-up. (The linear rule comes near: it makes 2.8 of the 1/32 at a batch of 8.) But a rate of 1, at once, ends at 4.4 %. Without LayerNorm the error shoots up from 0.5 on, warm-up or not.
+# What it does is to rescue a rate that is too large, and only with LayerNorm. At a rate of 4 the error is 52 % at once, and 16 % with a warm-up. (The linear rule comes near: from 1/32 at a batch of 8 to 2.8.) But a rate of 1, at once, ends at 4.4 %. Without LayerNorm the error shoots up from 0.5 on, warm-up or not.
 #
 # So whoever sweeps the rate needs no warm-up here. Longer runs, which end far from where they begin, may: twenty steps cannot say.
 #
-# **Up to which k does it hold, with a warm-up?** Here are the points by which the error is above that of the base batch, against k; ResNet-50 is Goyal's Figure 3:
+# **Up to which k does the linear rule hold, with a warm-up?** Here are the points by which the error is above that of the base batch, against k; ResNet-50 is Goyal's Figure 3:
 
 # %%
 theirs = {int(b) / 256: m.value for b, m in rigs.scaling.goyal("Fig 3").items()}
@@ -596,7 +596,7 @@ for target in (2.7, 2.55, 2.4):
 #
 # ### Further: the same as time
 #
-# How many devices help? Each takes 8 examples of 1 ms, and an all-reduce of any number 2 ms. At the critical batch a run takes 2·S_min steps, and with more devices never fewer than S_min:
+# How many devices help? Each takes 8 examples of 1 ms; then all, however many, all-reduce in 2 ms. At the critical batch a run takes 2·S_min steps, and with more devices never fewer than S_min:
 
 # %%
 devices = [2 ** (i / 2) for i in range(17)]
@@ -711,7 +711,7 @@ for rule in dict.fromkeys(rule for rule, _ in found):
     said = (f"{mean.value:.2f} at 1/{1 / lr:<4.0f}" for lr, mean in bests)
     print(f"{rule:16}", *said)
     same = [found[rule, n][at_32[0]].value for n in widths]
-    print(f"{'':8} at 1/{1 / at_32[0]:<3.0f}", *(f"{loss:11.2f}" for loss in same))
+    print(f"{'':4} always 1/{1 / at_32[0]:<3.0f}", *(f"{loss:11.2f}" for loss in same))
 lost = found["standard", 256][at_32[0]].value
 lost -= min(found["standard", 256].values()).value
 reveal("width/lost", nats=round(lost, 1))
@@ -730,9 +730,9 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# With one rate for all layers the best rate falls fourfold, and no width does better than 64. With μP the best rate is the same at every width, and wider is always better.
+# With one rate for all layers the best rate falls fourfold, and no width does better than 64. With μP the best rate is the same at every width, and wider is better each time.
 #
-# **Do the rates do it, or the smaller start?** The rates: alone they keep the best rate in its place, and end as low. With the smaller start alone the best rate falls as before. Why does width 256, with its best single rate, stay 0.14 nats behind? What suits the wide matrices is too small for embedding, first layer and biases, whose inputs do not grow. With 1/512 for all layers the loss is 2.33; with 1/512 for the wide matrices and 1/64 for the others it is 2.16.
+# **Do the rates do it, or the smaller start?** The rates: alone they keep the best rate in its place, and end as low. With the smaller start alone the best rate falls as before. Why does width 256, with its best single rate, stay 0.14 nats behind μP? What suits the wide matrices is too small for embedding, first layer and biases, whose inputs do not grow. With 1/512 for all layers the loss is 2.33; with 1/512 for the wide matrices and 1/64 for the others it is 2.16.
 #   <!-- claim: (lambda of: [round(of("standard")[1 / 512].value, 2), round(of("μP's rates alone")[1 / 64].value, 2)])(lambda rule: rigs.scaling.swept("widths", "lr", rule=rule, target=256)) == [2.33, 2.16] -->
 #
 # So tune the narrow network, and keep the rate. (This is one task, Adam, a pass of 256 steps and a factor of eight in width; in μP a rate for deeper or longer training is a question of its own.)

@@ -36,7 +36,7 @@ from labutils.teach.widgets import explore
 # %% [markdown]
 # ## The idea in one picture
 #
-# Llama-3.1-70B trains on 64 H100, with 512 sequences of 8,192 tokens in a step. A *plan* says how many ranks each axis of the mesh has, which level of ZeRO, which schedule, and what is computed again. How short can a step be if a GPU may allocate so many GB? The lines allow dp and ZeRO alone, one more axis, or all:
+# Llama-3.1-70B trains on 64 H100, with 512 sequences of 8,192 tokens in a step. A *plan* says how many ranks each axis of the mesh has, which level of ZeRO, which schedule, and what is computed again. How short can a step be, by the GB that a GPU may allocate? The lines allow dp and ZeRO alone, one more axis, or all:
 
 
 # %%
@@ -71,7 +71,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# With 215 GB on a GPU this job needs no axis but dp: 53.3 s. A plan may use 72 of an H100's 80 GB; the rest is reserve. There dp alone has to compute everything again: 70.5 s. pp or cp beside it does not help; tp beside it gives 61.6 s, all axes 60.8 s. **Planning is buying back the time that memory costs.**
+# With 215 GB on a GPU this job needs no axis but dp: 53.3 s. A plan may use 72 of an H100's 80 GB; the rest is reserve. Within that, dp alone has to compute everything again: 70.5 s. pp or cp beside it does not help; tp beside it gives 61.6 s, all axes 60.8 s. **Planning is buying back the time that memory costs.**
 #
 # This assumes that messages hide behind computing. If none does, a mix gains more: all axes take 66.1 s, dp with any one other 77.4 s.
 #   <!-- claim: (lambda job: (lambda e: (lambda p, s: [round(float(s[chosen].min()), 1) for chosen in ((p.tp == 1) & (p.cp == 1) & (p.pp == 1), (p.cp == 1) & (p.pp == 1), (p.tp == 1) & (p.pp == 1), (p.tp == 1) & (p.cp == 1), p.dp > 0)])(e.plans[e.fits], e.seconds[e.fits]))(planner.search(__import__("dataclasses").replace(job, rates=__import__("dataclasses").replace(job.rates, overlap=0)))))(claims.llama_on_64_h100()) == [77.4, 77.4, 77.4, 77.4, 66.1] -->
@@ -276,7 +276,7 @@ for how, each in share.items():
 reveal("planner/one-rate", percent=round(100 * abs(off).max()))
 
 # %% [markdown]
-# No other share would do: runs reach 19 to 40 % of the peak, so even the middle is wrong by more than a third. 6N leaves out attention. With it (the line "causal") one rate still misses by 44 %: messages and kernels have rates of their own.
+# No other share would do: runs reach 19 to 40 % of the peak, so even the middle is wrong by more than a third. 6N leaves out attention. With it ("causal") one rate still misses by 44 %: messages and kernels have rates of their own.
 
 # %% [markdown]
 # ### Further: which five?
@@ -346,7 +346,7 @@ for name in dict.fromkeys(map(layout, others)):
     print(f"{name:16} {min(its):+.1%} to {max(its):+.1%}")
 
 # %% [markdown]
-# tp = 4 comes out too slow in every run and tp = 8 too fast, up to 12 % apart. Runs of one layout differ by 5 % at most: trust a comparison within a layout further than one between two.
+# tp = 4 is predicted too slow in every run and tp = 8 too fast, up to 12 % apart. Runs of one layout differ by 5 % at most: trust a comparison within a layout further than one between two.
 
 # %% [markdown]
 # ### Further: was it counting, or fitting?
@@ -360,7 +360,7 @@ alike = (1 + planner.residuals(others, usual)) / factor - 1
 print(f"usual ones, one factor: {abs(alike).mean():.1%}, {abs(alike).max():.1%}")
 
 # %% [markdown]
-# Is each of the five needed? Leave one out, and fit the other four to the same five runs:
+# Is each of the five needed? Leave one out, and fit the other four to the same five runs. And what takes the time in a short and in a long sequence?
 
 # %%
 done = np.array([rates.work_of(run, usual) for run in runs])
@@ -386,7 +386,7 @@ for run in (runs[3], runs[-1]):
 #
 # The runs do not tell everything. Here ranks wait for all ten messages of tp in a layer; lab 10 hides two, the gathers that a backward pass repeats. Fitted to all 22 runs, ten leave a mean error of 2.2 % (6.4 at worst), eight one of 2.3 % (6.1): no difference. (`tests/test_planner_runs.py` counts and fits both.)
 #
-# Choosing the runs helps as well, but less. Ten times five drawn by chance, and then the chosen ones, on runs whose layout none of them has:
+# Choosing the runs helps as well, but less. First ten times five drawn by chance; then the chosen five, on runs of a layout that none of them has:
 
 # %%
 draw, means, worst = np.random.default_rng(0), [], []
@@ -426,7 +426,7 @@ for chunks in (1, 2, 5, 8):
     print(f"{chunks:6} {step[0]:13.2f} s {step[1]:9.2f} s {clock:5.2f} s")
 
 # %% [markdown]
-# 1F1B comes out the same, though its stages have ten, eleven and nine layers, and one the head. With chunks the clock is within 0.5 % of the formula that hides nothing. So chunks gain 5 to 9 % over 1F1B if messages hide, and 3 to 5 % if they do not: more chunks make the bubble shorter, and send more.
+# 1F1B comes out the same, though its stages have ten, eleven and nine layers, and one the head. With chunks the clock is within 0.5 % of the formula that hides nothing. So with chunks a step is 5 to 9 % shorter than with 1F1B if messages hide, and 3 to 4 % if not: more chunks make the bubble shorter, and send more.
 
 # %% [markdown]
 # ### Further: other machines, years, stacks
@@ -464,7 +464,7 @@ for found in [every.fastest, *every.best(3)]:
     print(f"{found.seconds:.1f} s {found.peak / 1e9:.1f} GB  {text_of(found.plan)}")
 
 # %% [markdown]
-# First the fastest, then three of the ties, by free memory (in tenths), then simplicity. (Within 7 %, the worst error above, are 44.) Why not another plan?
+# First the fastest, then three of the ties: most free memory first (in full tenths), then the simplest. (Within 7 %, the worst error above, are 44.) Why not another plan?
 #   <!-- claim: (lambda e: int((e.fits & (e.seconds <= 1.07 * e.fastest.seconds)).sum()))(planner.search(claims.llama_on_64_h100())) == 44 -->
 
 
@@ -522,7 +522,7 @@ roomy = every.seconds[every.peaks <= llama.cluster.room + 2 * units.GB].min()
 print(f"{'2 GB more':27} {1 - roomy / every.fastest.seconds:5.1%} shorter")
 
 # %% [markdown]
-# Faster links buy next to nothing: the winner waits for messages in 1.1 of its 60.8 s, as long as the others hide.
+# Faster links buy next to nothing: the winner waits for messages for 1.1 of its 60.8 s, as long as the others hide.
 #   <!-- claim: (lambda f: round(f.parts["cp exposed"] + f.parts["dp exposed"] + f.parts["pp exposed"], 1))(planner.search(claims.llama_on_64_h100()).fastest) == 1.1 -->
 #
 # One GB buys nothing. Two buy 5 %, since another plan then fits: memory pays in steps.
@@ -555,12 +555,12 @@ for degrees, allowed in (({}, climb.ALL), ({}, (0,)), ({"tp": 8}, (0,))):
     print(f"{len(asked)} plans asked for\n")
 
 # %% [markdown]
-# The first climb takes recomputation, which makes everything fit at once, and no single change leads away from there: it ends 16 % behind. The second may not recompute. It shares the activations out over tp instead, and ends in a tie; both climbs asked for 65 of 16,524 plans. The third starts from tp = 8 and never leaves it.
+# The first climb takes recomputation, which makes everything fit at once, and no single change leads away from there: it ends 16 % behind. The second may not recompute. It shares the activations out over tp instead, and ends in a tie; together they asked for 65 of 16,524 plans. The third starts from tp = 8 and never leaves it.
 
 # %% [markdown]
 # ## What does the winner hang on?
 #
-# On a sixth number, which no run of the data tells: the share of computing behind which messages can hide. ZeRO-2 and 3 send while a rank computes, and so do chunks. The planner assumes a share of 1. The winner reduces gradients in each of 512 backward passes.
+# On a sixth number, which no run tells: the share of computing behind which messages can hide. ZeRO-2 and 3 send while a rank computes, and so do chunks. The planner assumes a share of 1. The winner reduces gradients in each of 512 backward passes.
 #
 # > The winner's step takes 60.8 s. How many seconds does it take if nothing hides?
 
@@ -581,7 +581,7 @@ for s, found in fastest.items():
     print(f"{s:4} {found.seconds:.1f} s: {text_of(found.plan)}")
 
 # %% [markdown]
-# The ranking hangs on this share: where nothing hides, the winner takes 67 % longer than the plan that is then the fastest. So ask another question of all 16,524 plans: which one loses least, whatever hides?
+# The ranking hangs on this share: where nothing hides, the winner takes 67 % longer than the plan that is then the fastest. So ask all 16,524 plans another question: which one loses least, whatever hides?
 
 # %%
 ratio = [found.seconds / found.fastest.seconds for found in searched.values()]
@@ -590,7 +590,7 @@ for i in loses.argsort(kind="stable")[:3]:  # of equal plans the first
     print(f"{loses[i]:.1%} at most: {text_of(every.plans[i])}")
 
 # %% [markdown]
-# All three have the same mesh, and ZeRO-1, which sends once a step. Chunks lose 7 % at most, 1F1B 9 %. **So order for `dp1 tp2 cp4 pp8` with ZeRO-1**, unless you have measured the overlap of your stack. 1F1B takes 66.1 s whatever hides. In that time the 64 GPUs read 2²² tokens: a trillion take 182 days.
+# All three have the same mesh, and ZeRO-1, which sends once a step. Chunks lose 7 % at most, 1F1B 9 %. **So order for `dp1 tp2 cp4 pp8` with ZeRO-1**, unless you have measured your stack's overlap. 1F1B takes 66.1 s whatever hides. In that time the 64 GPUs read 2²² tokens: a trillion take 182 days.
 #   <!-- claim: (lambda rate: round(1e12 / rate / 86400))(2**22 / planner.estimate(claims.llama_on_64_h100(), planner.Plan(tp=2, cp=4, pp=8, micro_batches=512, zero=1)).seconds) == 182 -->
 
 # %% [markdown]
@@ -611,7 +611,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# Most rates of the H100 are assumed, and each may be wrong by 25 %. Change one at a time (and halve a network link). Each row has how far every candidate is behind the plan that is then the fastest:
+# Most rates of the H100 are assumed, and each may be wrong by 25 %. Change one at a time, double a kernel's time, halve a network link. Each row says how far every candidate is behind the plan that is then the fastest:
 
 # %%
 wide = replace(llama.cluster, between=25e9)
@@ -655,7 +655,7 @@ print(proof.scaled(proven).mesh)
 print(proof.copy(dense, proven))
 
 # %% [markdown]
-# The last line adds up all differences, of every rank and every line. The fullest moment has no formula, since tensors come and go too fast; there a dry run stands against the real one alone. The copy cannot show full size, nor what Megatron-LM holds: this is the course's own code.
+# The last line adds up all differences of all ranks. The fullest moment has no formula, since tensors come and go too fast; there a dry run stands against the real one alone. The copy cannot show full size, nor what Megatron-LM holds.
 
 # %% [markdown]
 # ## Which plan do you defend?
@@ -712,10 +712,10 @@ explore(knobs, tp=[1, 2, 4, 8], cp=[1, 2, 4, 8], pp=[1, 8], zero=[1, 3])
 # %% [markdown]
 # ## In practice
 #
-# From a shell: `python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100`. Flags of a plan for Megatron-LM, torchtitan and Accelerate come with `--export`:
+# From a shell: `python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100`. Flags for Megatron-LM, torchtitan and Accelerate come with `--export`; here are those of 1F1B with ZeRO-1:
 
 # %%
-print(export("megatron", llama, tied))
+print(export("megatron", llama, fastest[0].plan))
 
 # %% [markdown]
 # ## Errata
