@@ -125,7 +125,8 @@ said = "int", "int-8", "integers", "8-bit integers", "8 bit integers"
 reveal("schemes/best", *said, scheme=min(errors, key=errors.get))
 
 # %% [markdown]
-# int8 wins, as in lab 01: where numbers are of similar size, 255 equal steps are finer than an exponent. Outliers will change that.
+# int8 wins, here and on 14 of 16 other batches, as in lab 01: where numbers are of similar size, 255 equal steps are finer than an exponent. Outliers will change that.
+#   <!-- claim: (lambda model: sum(int(rigs.fp8.gradient_error(model, quantization.SCHEMES["int8"], b)[0] < rigs.fp8.gradient_error(model, quantization.SCHEMES["tiles"], b)[0]) for b in [next(rigs.fp8.excerpts(seed=s)) for s in range(100, 116)]))(rigs.fp8.reader()) == 14 -->
 #
 # The unscaled gradient is off by only 7 %, although e5m2 rounds nearly half of the gradients of outputs to zero. Why? The error is that of all twelve matrices as *one* vector, which the large ones decide. Here are the five matrices that are worst without a scale:
 
