@@ -268,7 +268,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# Sums that are cut off all err towards zero, so errors add up; rounded to the same 14 bits they mostly cancel. Is 0.3 % at 4,096 products much? Rounding the operands to e4m3 costs their product ten times that, 4 %, but that error points both ways and does not grow with the sum. (DeepSeek reports almost 2 %, for the *worst* entry.) The rest of this lab sums in fp32 or fp64, which is kinder than an H100 without those moves.
+# Sums that are cut off all err towards zero, so errors add up; rounded to the same 14 bits they mostly cancel. Is 0.3 % at 4,096 products much? Rounding the operands to e4m3 costs 4 %, but that error points both ways and does not grow with the sum. (DeepSeek reports almost 2 %, for the *worst* entry.) The rest of this lab sums in fp32 or fp64, which is kinder than an H100 without those moves.
 #   <!-- claim: (lambda a, b: round(100 * ((quantization.product(*(quantization.to_eight(each, quantization.F8_E4M3) for each in (a, b))) - a @ b.mT).norm() / (a @ b.mT).norm()).item()))(*torch.randn(2, 32, 4096, generator=torch.Generator().manual_seed(0))) == 4 -->
 
 # %% [markdown]

@@ -133,8 +133,8 @@ def _values(part: str, by: str, wanted: dict[str, object]) -> dict[float, list[f
 
 
 def lowest(found: Mapping[float, tuple[float, float]]) -> float:
-    """The rate at the bottom of a parabola over log lr, through the smallest mean and the two beside
-    it.
+    """The rate at the bottom of a parabola over log lr, through the smallest mean and the two next
+    to it.
 
     found: a mean and its error at each rate
 
