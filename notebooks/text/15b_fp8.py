@@ -64,7 +64,7 @@ for name, exponents in counts.items():
         print(f"{name:7}{fmt}: {zero_share:4.0%} zero, {coarse:4.0%} coarse")
 
 # %% [markdown]
-# *Coarse* numbers are subnormal: they have fewer digits. Inputs fit both formats. In e4m3 half of the weights are coarse, and 98 % of the gradients become zero. So the usual choice is e4m3 for inputs and weights, e5m2 for gradients.
+# *Coarse* numbers are subnormal: they have fewer digits. Inputs fit both formats. In e4m3 half of the weights are coarse, which a scale will mend, and 98 % of the gradients become zero. The usual choice is e4m3 for inputs and weights, e5m2 for gradients.
 #
 # A **scale** is a factor that moves a tensor into range. Multiply by it and round; multiply the *result* of the product by its inverse. The scale brings the largest |x|, the *amax*, to the format's largest number: 448 for e4m3, 57,344 for e5m2.
 #
