@@ -308,6 +308,10 @@ def test_what_was_recorded_and_published():
     value, error = rigs.scaling.swept("rules", optimizer="adam", rule="square root")[64]
     assert places == [16, 64, 256] and middle[1] == value
     assert (low[1], high[1]) == (value - 2 * error, value + 2 * error)
+    finer = rigs.scaling.swept("finer", "lr", optimizer="adam", batch=16)
+    assert min(finer, key=finer.get) / 2 < rigs.scaling.lowest(finer) < 2 * min(finer, key=finer.get)
+    with pytest.raises(ValueError, match="first or the last"):
+        rigs.scaling.lowest(dict(list(finer.items())[2:]))
     with pytest.raises(ValueError, match="lion"):
         rigs.scaling.swept("rules", optimizer="lion")
     of = {"optimizer": "rmsprop", "rule": "and β₂"}

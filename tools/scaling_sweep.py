@@ -57,6 +57,20 @@ def base() -> Iterator[dict]:
                 yield row("base", value, optimizer=optimizer, batch=16, lr=lr, seed=seed)
 
 
+def finer() -> Iterator[dict]:
+    """Adam's rates in steps of √2, at two batches, over half as many examples."""
+    data, held_out = characters()
+    for batch, halves in ((16, range(-1, 4)), (512, range(3, 9))):
+        rates = [BASE["adam"] * 2 ** (i / 2) for i in halves]
+        rows = copies.train_copies(
+            CHARACTERS, data, lr=rates, batch=batch, samples=SAMPLES // 2, seeds=range(30),
+            optimizer="adam",
+        )  # fmt: skip
+        for seed, found in enumerate(copies.score(CHARACTERS, rows, held_out)[0].tolist()):
+            for lr, value in zip(rates, found, strict=True):
+                yield row("finer", value, optimizer="adam", batch=batch, lr=lr, seed=seed)
+
+
 def rules() -> Iterator[dict]:
     """Three rules, and a warm-up over an eighth of the steps with the linear one."""
     for optimizer, best in BASE.items():
@@ -215,7 +229,7 @@ def noise() -> Iterator[dict]:
 PARTS = {  # what each function writes in the column "part"
     noise: ("noise loss", "noise trace", "noise signal"), warm_ups: ("warm-up",),
     rates: ("rates",), rules: ("rules",), steps_to_targets: ("steps",), base: ("base",),
-    betas: ("betas",), widths: ("widths",),
+    finer: ("finer",), betas: ("betas",), widths: ("widths",),
 }  # fmt: skip
 
 

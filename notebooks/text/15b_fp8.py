@@ -37,7 +37,7 @@ from labutils.world import World
 # %% [markdown]
 # ## The idea in one picture
 #
-# A linear layer multiplies three times in a training step: inputs by weights, and behind that the gradients of its outputs by weights and by inputs. Here are those gradients in a small GPT that has read Python's documentation for a while, by their exponents, over what the two formats of 8 bits can hold:
+# A linear layer forms three products in a training step. Forward it multiplies its inputs by its weights. Backward it multiplies the gradients of its outputs, once by the weights and once by the inputs. Here are these gradients by exponent, above the ranges of the two 8-bit formats, in a small GPT that has read some of Python's documentation:
 
 # %%
 model = rigs.fp8.reader()
@@ -54,7 +54,7 @@ plots.exponent_histogram(counts["grad"], [floats.E5M2, floats.E4M3], title=title
 # %% [markdown]
 # ## Why two formats?
 #
-# e4m3 has four exponent and three mantissa bits, e5m2 five and two (lab 01). One spends a bit on precision, the other on range. What becomes of inputs, weights and gradients, without a scale?
+# e4m3 has four exponent and three mantissa bits, e5m2 five and two (lab 01): e4m3 spends a bit on precision, e5m2 on range. What becomes of inputs, weights and gradients without a scale?
 
 # %%
 for name, exponents in counts.items():
@@ -64,13 +64,13 @@ for name, exponents in counts.items():
         print(f"{name:7}{fmt}: {zero_share:4.0%} zero, {coarse:4.0%} coarse")
 
 # %% [markdown]
-# *Coarse* numbers are subnormal: they have fewer digits. Inputs fit both formats; half of the weights are coarse in e4m3, and of the gradients it would leave nearly nothing. The usual choice is e4m3 for inputs and weights, e5m2 for gradients.
+# *Coarse* numbers are subnormal: they have fewer digits. Inputs fit both formats. In e4m3 half of the weights are coarse, which a scale will mend, and 98 % of the gradients become zero. The usual choice is e4m3 for inputs and weights, e5m2 for gradients.
 #
-# A **scale** moves a tensor: multiply by it, round, and keep its inverse, which brings the *result* of the product back. The largest |x|, the *amax*, goes to the format's largest number, 448 or 57,344.
+# A **scale** is a factor that moves a tensor into range. Multiply by it and round; multiply the *result* of the product by its inverse. The scale brings the largest |x|, the *amax*, to the format's largest number: 448 for e4m3, 57,344 for e5m2.
 #
 # ### Exercise 15.4 · Put a tensor into 8 bits (10 min, ●○○)
 #
-# amax is given: it may be larger or smaller than what is in x, and 0 where x is zeros, which stay zeros.
+# amax is given. It may be larger or smaller than the largest |x|. If x is zeros, it is 0, and x stays zeros.
 
 
 # %%
@@ -94,7 +94,7 @@ show(quantization.cast)
 # %% [markdown]
 # ## How wrong does the gradient become?
 #
-# The model's weights are fixed now, and so is the batch. One backward pass in fp64, and one with 8-bit operands in all layers of the blocks; how far are the two gradients apart, relative to the first? Five schemes:
+# Weights and batch are fixed. One backward pass runs in fp64, another with 8-bit operands in all layers of the blocks. The *error* is how far apart both gradients are, relative to the first. Five schemes:
 #
 # | scheme | forward, backward | scale |
 # |---|---|---|
@@ -125,7 +125,10 @@ said = "int", "int-8", "integers", "8-bit integers", "8 bit integers"
 reveal("schemes/best", *said, scheme=min(errors, key=errors.get))
 
 # %% [markdown]
-# Integers, as in lab 01: where all numbers are of one size, 255 equal steps beat an exponent. Outliers will change that. But how can the unscaled gradient be so near, when e5m2 rounds nearly half of the gradients of outputs to zero? The error is that of all twelve matrices as *one* vector, and the large ones decide it. Matrix by matrix, the five that are worst without a scale:
+# int8 wins, here and on 14 of 16 other batches, as in lab 01: where numbers are of similar size, 255 equal steps are finer than an exponent. Outliers will change that.
+#   <!-- claim: (lambda model: sum(int(rigs.fp8.gradient_error(model, quantization.SCHEMES["int8"], b)[0] < rigs.fp8.gradient_error(model, quantization.SCHEMES["tiles"], b)[0]) for b in [next(rigs.fp8.excerpts(seed=s)) for s in range(100, 116)]))(rigs.fp8.reader()) == 14 -->
+#
+# The unscaled gradient is off by only 7 %, although e5m2 rounds nearly half of the gradients of outputs to zero. Why? The error is that of all twelve matrices as *one* vector, which the large ones decide. Here are the five matrices that are worst without a scale:
 
 # %%
 of_each = {
@@ -138,7 +141,7 @@ for path in reversed(worst):
     print(f"{path:27}", *(f"{errors[path]:9.0%}" for errors in of_each.values()))
 
 # %% [markdown]
-# Without a scale three matrices of twelve lose two fifths to a half: their gradients are the smallest. Does that matter? Adam divides the mean of each number's gradients by the root of their mean square, so small gradients move a weight as far as large ones. Here is its step after ten batches at these weights:
+# Without a scale three matrices of twelve are off by two fifths to a half: they have the smallest gradients. Does that matter? Adam divides the mean of each number's gradients by the root of their mean square, so small gradients move a weight as far as large ones. Here is Adam's step after ten batches at these weights:
 
 # %%
 def adams_step(scheme=None):
@@ -159,9 +162,9 @@ for name in of_each:
     print(f"{name:9} step off by {off:.1%}")
 
 # %% [markdown]
-# **Without a scale the gradient is off by 7 % and Adam's step by a third; with one, both are off by 3 to 5 %.** (What that costs a run, thirty steps cannot say: see below.) So one number for all gradients hides what goes wrong. By Adam's step int8's lead over tiles is gone, too.
+# **Without a scale the gradient is off by 7 % and Adam's step by a third; with one, both are off by 3 to 5 %.** One number for the whole gradient hides what goes wrong. In Adam's step int8's lead over tiles is gone, too. (What this costs a run, thirty steps cannot tell.)
 #
-# Is it the mantissa or the range that makes the error of "current"? Switch each off:
+# Does "current" lose its 5 % by the mantissa or by the range? Trade one for the other:
 
 # %%
 for forward, backward in ((F8_E4M3, F8_E4M3), (F8_E4M3, F8_E5M2), (F8_E5M2, F8_E5M2)):
@@ -169,9 +172,9 @@ for forward, backward in ((F8_E4M3, F8_E4M3), (F8_E4M3, F8_E5M2), (F8_E5M2, F8_E
     print(str(forward)[13:17], str(backward)[13:17], f"{off:.1%}")
 
 # %% [markdown]
-# With a scale, e4m3 is the better format for gradients, too: here precision counts, and range does not. That is also most of what tiles gain above: they use e4m3 for gradients. DeepSeek-V3 uses e4m3 throughout, with tiles.
+# By the mantissa: with a scale e4m3 is the better format for these gradients, too. That is most of what tiles gain above: they use it for gradients, as DeepSeek-V3 does.
 #
-# **A tile** is as long as the part of a sum that is added up before a scale is applied: 128 products in DeepSeek-V3. So it has to lie *along the dim that is added up*, and that is another dim in each product:
+# **A tile** is a group of numbers with one scale. Its products are added up before the scale is applied, so a tile must lie *along the dim that is added up*. DeepSeek-V3's are 128 long. Each product adds up over another dim:
 #
 # | product | adds up over |
 # |---|---|
@@ -181,7 +184,7 @@ for forward, backward in ((F8_E4M3, F8_E4M3), (F8_E4M3, F8_E5M2), (F8_E5M2, F8_E
 #
 # ### Exercise 15.5 · Three products by tiles (12 min, ●●○)
 #
-# `quantization.to_eight(matrix, F8_E4M3, tile)` puts a matrix into 8 bits, `tile` being (rows, columns); `.mT` transposes the result, codes and scales, and `quantization.product(a, b)` is a·bᵀ. It refuses a scale that changes inside a sum.
+# `quantization.to_eight(matrix, F8_E4M3, tile)` puts a matrix into 8 bits, with `tile` as (rows, columns). `.mT` transposes the result, codes and scales. `quantization.product(a, b)` is a·bᵀ, and refuses a scale that changes inside a sum.
 
 
 # %%
@@ -200,7 +203,7 @@ hint("fp8/products", 1)
 show(quantization.Fp8Products)
 
 # %% [markdown]
-# **Is this what the hardware computes?** PyTorch has the product itself, `torch._scaled_mm`, for CPUs and for GPUs of the H100's generation and later. One scale per tensor:
+# **Is this what the hardware computes?** PyTorch has an 8-bit product of its own, `torch._scaled_mm`, for CPUs and for GPUs since the H100's generation. Compare, with one scale per tensor:
 
 # %%
 fp8_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -218,9 +221,9 @@ close = largest < (1e-3 if fp8_gpu else 1e-5)
 print("equal but for the rounding of sums:", close.item())
 
 # %% [markdown]
-# On a CPU the sums are fp32. The matrix unit of an H800, an H100 with slower links, keeps about 14 bits while it adds, writes DeepSeek-V3 (section 3.3.2), which therefore moves its partial sums to fp32 every 128 products, and can apply the scales of a tile there. Emulated: after each 32 products the sum is cut to 14 bits.
+# On a CPU, yes. The matrix unit of an H800 (an H100 with slower links) adds with about 14 bits, DeepSeek-V3's authors write (section 3.3.2). So they move partial sums to fp32 every 128 products, and apply the scales of tiles there. What would 14 bits cost without that? The emulation cuts a sum after every 32 products.
 #
-# > With sums of 4,096 products, how large is the error of a product of two random matrices, in percent of its norm?
+# > Two random matrices are multiplied, with sums of 4,096 products. How large is the error, in percent of the product's norm?
 
 # %%
 predict("sum/error", percent=0.01)
@@ -260,20 +263,20 @@ reveal("sum/error", percent=round(off["14 bits"][lengths.index(4096)], 2))
 # %%
 plots.curves(
     lengths, xlabel="products in a sum", ylabel="error of the product (%)",
-    title="With 14 bits the error grows with the sum, unless it is moved every 128",
+    title="In 14 bits the error grows with the sum, unless it moves to fp32 every 128",
     log="xy", **off,
 )  # fmt: skip
 
 # %% [markdown]
-# Cut off and not rounded, the errors all point to zero and add up; rounded to the same 14 bits, they mostly cancel. Is 0.3 % much? Rounding these operands to e4m3 costs their product ten times that, 4 %. But that error has no sign, and does not grow with the length of the sum. DeepSeek reports almost 2 % at 4,096 for the *largest* error of an entry, where this is that of the whole product. So an emulation with sums in fp32 or fp64, as all of this lab below, is kinder than an H100 without that promotion.
+# Sums that are cut off all err towards zero, so errors add up; rounded to the same 14 bits they mostly cancel. Is 0.3 % at 4,096 products much? Rounding the operands to e4m3 costs 4 %, but that error points both ways and does not grow with the sum. (DeepSeek reports almost 2 %, for the *worst* entry.) The rest of this lab sums in fp32 or fp64, which is kinder than an H100 without those moves.
 #   <!-- claim: (lambda a, b: round(100 * ((quantization.product(*(quantization.to_eight(each, quantization.F8_E4M3) for each in (a, b))) - a @ b.mT).norm() / (a @ b.mT).norm()).item()))(*torch.randn(2, 32, 4096, generator=torch.Generator().manual_seed(0))) == 4 -->
 
 # %% [markdown]
 # ## When does it fail without a scale?
 #
-# The mean loss divides each gradient by the number of tokens, and 256 tokens are few. One device that accumulates a batch of a million in such micro-batches multiplies each loss by its share, $2^{-12}$ (lab 05). Data-parallel ranks divide by their own tokens only and take the mean behind the backward pass: with 64 ranks the share is $2^{-6}$.
+# Where gradients are smaller than here. The mean loss divides each gradient by the number of tokens, here 256. A device that accumulates a million tokens in such micro-batches multiplies each loss by its share, $2^{-12}$ (lab 05). A data-parallel rank divides by its own tokens only, and the mean over ranks comes after the backward pass: with 64 ranks the share is $2^{-6}$.
 #
-# > The loss times $2^{-12}$, three seeds, thirty steps. How much of the fp32 run's gain does the unscaled run keep, in percent? (Gradients are divided by $2^{-12}$ before clipping and AdamW. All but 8-bit operands is in fp64.)
+# > The loss is multiplied by $2^{-12}$. How many percent of the fp32 run's gain in loss does the unscaled run keep? (Thirty steps, three seeds. Gradients are divided by $2^{-12}$ before clipping and AdamW. All but 8-bit operands is in fp64.)
 
 # %%
 predict("unscaled/gain", percent=100)
@@ -322,7 +325,7 @@ gain = {name: sum(start - run[-1] for run in three) for name, three in runs.item
 reveal("unscaled/gain", percent=round(100 * gain["unscaled"] / gain["fp32"], -1))
 
 # %% [markdown]
-# An error of 1 is a gradient of zero. What still learns are the embeddings, which are the head as well, and the last norm. With a scale the run is back, and the share makes no difference to the error. The cause is range: half of e5m2's smallest number is $2^{-17}$, and what is smaller becomes zero:
+# An error of 100 % is a gradient of zero: at $2^{-12}$ the blocks get none. What still learns, and keeps 90 % of the gain, are the embeddings, which are the head as well, and the last norm. With a scale the blocks learn again, and the error is the same at every share. The cause is range: what is below $2^{-17}$, half of e5m2's smallest number, becomes zero:
 
 # %%
 for said, share in shares.items():
@@ -330,7 +333,7 @@ for said, share in shares.items():
     print(f"loss times {said:4}: {gone:.0%} of the gradients of outputs become zero")
 
 # %% [markdown]
-# **Do 8 bits train as well?** With a share of 1, three seeds of each scheme. What could this experiment see? The blocks contribute little in thirty steps: without any gradient for them (unscaled at $2^{-12}$) the loss ends only so much higher. A gap is to be judged in parts of that:
+# **Do 8 bits train as well?** Now the share is 1. First a control: what could this experiment see? Without any gradient for the blocks (unscaled at $2^{-12}$) the loss ends only a little higher. That difference is what the blocks contribute; a scheme's gap is judged as a part of it:
 
 # %%
 ends = {"no gradient for the blocks": runs["unscaled"]}
@@ -348,12 +351,12 @@ more = apart > contributed / 9
 print("but seeds of one scheme are farther apart than a third:", more)
 
 # %% [markdown]
-# So in the mean of three seeds 8 bits keep most of what the blocks contribute. Which scheme is best it cannot say: any rounding leads a run elsewhere, and one seed of a scheme differs from the next by more than schemes differ. ("Within 0.25 of fp32" all of them are, and blocks without any gradient as well: such a test sees nothing.) DeepSeek-V3 reports a relative gap below 0.25 % of the loss over about a trillion tokens.
+# In the mean of three seeds 8 bits keep more than two thirds of what the blocks contribute. Which scheme is best this experiment cannot say: seeds of one scheme differ by more than a third of it. (A test "within 0.25 of fp32" would see nothing: blocks without gradients pass it, too.) DeepSeek-V3 reports a relative gap below 0.25 % of the loss over about a trillion tokens.
 
 # %% [markdown]
 # ### Further: would one loss scale do?
 #
-# One for all tensors is lab 02's remedy. Here it would do, but somebody has to choose it, by the worst matrix and not by the error of all, and keep it right while gradients shrink:
+# Lab 02's remedy was one loss scale for all tensors. Here it would do as well. But somebody has to choose it by the worst matrix, not by the error of all, and adjust it while gradients shrink:
 
 # %%
 for share in (4, 256, 65536):
@@ -364,22 +367,22 @@ for share in (4, 256, 65536):
 # %% [markdown]
 # ## Further: what does a delayed scale cost?
 #
-# The current amax takes a pass over the tensor before the cast can begin. **Delayed scaling** takes the largest amax of earlier steps, and looks at this step's on the way. The first step has no history: its scale is 1.
+# For the current amax a GPU reads the whole tensor before it can cast. **Delayed scaling** saves that pass: its scale comes from the largest amax of earlier steps, and this step's is noted on the way. The first step has no history: its scale is 1.
 #
-# Seven backward passes at the same weights, the error of the gradient in each, for the loss and for the loss times $2^{-12}$:
+# How long does it take to find its scales? The error in seven backward passes at the same weights, for the loss and the loss times $2^{-12}$:
 
 # %%
 for said in ("1", "2⁻¹²"):
     how = dict(share=shares[said], steps=7)
     delayed = rigs.fp8.gradient_error(model, SCHEMES["delayed"], batch, **how)
-    print(f"loss times {said:4}:", *(f"{each:.2f}" for each in delayed))
+    print(f"loss times {said:4}:", *(f"{each:.0%}" for each in delayed))
 
 # %% [markdown]
-# With the small loss a layer whose scale is 1 hands zeros on, and what is given zeros has nothing to put into its history: it takes passes until every layer has seen its gradients. Then this scheme is as good as the current one, until a tensor grows: what exceeds the history is clipped in that step.
+# With the small loss it takes four passes. At first every scale is 1, so layers hand on zeros, and a layer that gets zeros has nothing to put into its history. Pass by pass gradients reach more layers. Then it is as good as current scaling, until a tensor outgrows its history: what exceeds it is clipped in that step.
 #
 # ### Exercise 15.6 · Bug hunt: the scale of the last steps (10 min, ●●●)
 #
-# A step casts a tensor once, or several times with micro-batches, and then calls `advance()`. Its scale has to bring the largest |x| of the last `length` steps, as x was before the cast, to the format's largest number; any scale will do while all were zeros. The test passes; four things are wrong all the same.
+# A step casts a tensor once, or several times with micro-batches, and then calls `advance()`. The scale has to bring the largest |x| of the last `length` steps to the format's largest number, x being the tensor before the cast. While all were zeros, any scale will do. The test passes, and yet four things are wrong.
 
 
 # %%
@@ -416,7 +419,7 @@ check("fp8/bug-hunt", Delayed)
 hint("fp8/bug-hunt", 1)
 
 # %% [markdown]
-# In the library a step's end is a call, `advance_scales(model)`, so that a checkpointed layer computes twice with one scale; with a `comm`, all ranks take the largest amax of any:
+# In the library `advance_scales(model)` ends a step. So a checkpointed layer, which computes twice in a step, uses one scale both times. With a `comm`, all ranks take the largest amax of any:
 
 # %%
 show(quantization.advance_scales)
@@ -424,7 +427,7 @@ show(quantization.advance_scales)
 # %% [markdown]
 # ## What does an outlier do?
 #
-# Activations of large language models have channels up to a hundred times as large as the others (SmoothQuant); MiniLM's first token had 17 to 19 times (lab 15a). Plant one: the first input channel of every layer times k, its weights divided by k. In exact arithmetic nothing changes. The reader is 128 wide, so that a tile is a whole row and every tile meets the outlier; take a GPT of width 512 (one layer, untrained), of whose four tiles in a row one does.
+# Activations of large language models have channels up to a hundred times as large as the others (SmoothQuant); MiniLM's first token had 17 to 19 times (lab 15a). Plant one: multiply the first input channel of every layer by k, and divide its weights by k. In exact arithmetic nothing changes. The GPT above is 128 wide, so every tile would meet the outlier. Take one of width 512 (one layer, untrained): there one of four tiles in a row does.
 #
 # > At an outlier of 100, int8 with one scale is off by 69 %. How many percent is int8 with a scale per tile?
 
@@ -449,7 +452,7 @@ reveal("tiles/int8", percent=round(100 * outlier["int8, tiles"][ks.index(100)]))
 title = "int8 breaks at an outlier of 100, e4m3 at 100,000; tiles put both off tenfold"
 plots.curves(
     ks, xlabel="outlier: times the other channels", ylabel="error of the gradient",
-    title=title, alt=f"{title}. The numbers are printed below.", log="xy", **outlier,
+    title=title, log="xy", unit="%", **outlier,
 )  # fmt: skip
 
 # %%
@@ -463,9 +466,9 @@ whole, span = (floats.E4M3.max / least for least in kept)
 print(f"e4m3: all digits over a factor of {whole:,.0f}, something over {span:,.0f}")
 
 # %% [markdown]
-# int8's steps are all as large as the outlier asks. e4m3 gives each number an exponent of its own: all keep their digits while the largest of the tensor is at most 28,672 times as large. What is smaller loses digit after digit, and is zero beyond the span. (The largest number of the outlier's channel is some four times its typical one: here the loss begins near 7,000.) So the floats' problem is precision, and the integers' is range.
+# int8 has one step size for the whole tensor, which the outlier makes large. e4m3 gives each number its own exponent: a number keeps its digits while the largest of the tensor is at most 28,672 times as large. Then it loses digit after digit, the last beyond 229,376 times. (Here that begins near an outlier of 7,000: the largest number of its channel is some four times its typical one.) So integers lack range, and floats precision.
 #
-# Tiles keep what an outlier does in one place. Which place? One product at a time, on the operands of `up`:
+# Tiles keep the damage of an outlier in one place. Which place? Here are the three products of the layer `up` in int8, one at a time:
 
 
 # %%
@@ -494,9 +497,9 @@ for (kind, tiles), k in itertools.product(kinds.items(), (1, 100)):
     print(f"{kind:9} outlier {k:3}: ", *off)
 
 # %% [markdown]
-# In the forward product the outlier spoils one tile in four. In the gradient of the weights it spoils none: there a tile lies along tokens, and the large channel fills tiles of its own. The gradient of x loses that one channel, whose weights are a hundred times as small as the others in their tile.
+# With tiles the outlier of 100 spoils one tile in four of the forward product: it is off by 17 %, with one scale by 83 %. In the gradient of w it spoils none: there a tile lies along tokens, so the large channel has tiles of its own. In the gradient of x only that channel is lost, whose weights are a hundred times as small as the others in their tile.
 #
-# **Does it show in training?** Recorded: 60 steps of the wide GPT at a rate of 5e-4, three seeds (`python tools/fp8_sweep.py outlier`). First a control: how much higher does the loss end if the blocks get no gradient? The losses of a scheme are in parts of that, seed by seed:
+# **Does it show in training?** Recorded: 60 steps of the wide GPT at a rate of 5e-4, three seeds (`python tools/fp8_sweep.py outlier`). Again a control first: how much higher does the loss end if the blocks get no gradient? What a scheme loses is in percent of that, seed by seed:
 
 # %%
 ends = rigs.fp8.sweep_record("outlier", "scheme", "k")
@@ -509,12 +512,14 @@ for (name, k), three in ends.items():
     print(f"{name:16} outlier {k:6}", *(f"{each:6.1%}" for each in lost))
 
 # %% [markdown]
-# Without an outlier int8 loses nothing that shows. With one of 100, one scale loses 10 to 13 % of what the blocks contribute, and tiles 1 to 2 %, in every seed. At an outlier of 100,000 one scale in e4m3 leads each run elsewhere, by up to 9 % up or down, and tiles stay within 1 %.
+# Without an outlier int8 loses nothing that shows. With one of 100, int8 with one scale loses 10 to 13 % of what the blocks contribute, with tiles 1 to 2 %, in every seed. At 100,000, e4m3 with one scale ends up to 9 % higher or lower, with tiles within 1 %.
 
 # %% [markdown]
 # ## Further: what if the matrix unit applies the scales?
 #
-# Blackwell's does, while it adds (lab 01 has the formats). *MXFP8* has a scale for each 32 numbers, a power of two; *MXFP4* the same with 4 bits; *NVFP4* one for each 16, in e4m3. Gradients are in the same format as inputs and weights, and blocks lie along the sum, as tiles do. `quantization.use_blocks` emulates it; the error of the reader's gradient:
+# Blackwell's matrix unit applies a scale while it adds, so a block may be shorter than a tile. In *MXFP8* and *MXFP4* 32 numbers share a scale, a power of two; in *NVFP4* 16 numbers share one in e4m3 (lab 01). Blocks lie along the sum, as tiles do, and gradients have the format of inputs and weights.
+#
+# Are shorter blocks more precise? `quantization.use_blocks` emulates them; here is the error of the small GPT's gradient:
 
 # %%
 finer = floats.BlockFormat("mxfp8 with a scale in e4m3", floats.E4M3, 32, floats.E4M3)
@@ -522,7 +527,9 @@ for fmt in (floats.MXFP8, finer, floats.MXFP4, floats.NVFP4):
     print(f"{fmt.name}: {rigs.fp8.block_error(model, fmt, batch):.1%}")
 
 # %% [markdown]
-# MXFP8's blocks are a quarter of a tile, and yet it is less precise than tiles. Its scale is to blame: with three bits of mantissa for the scale, and nothing else changed, it is nearly as good as they are. But which of the two powers of two is the scale? Inputs, weights and gradients of the last layer `up`, in e4m3 and blocks of 32:
+# Not by themselves: MXFP8 is off by 4.9 %, tiles, which are four times as long, by 3.5 %. The scale is to blame. With a scale in e4m3, and nothing else changed, the error is 3.7 %.
+#
+# Which power of two should the scale be? It may bring a block's largest number to between 256 and 512, or to between 224 and 448. Compare both with an exact scale, which brings it to 448, on inputs, weights and gradients of the last layer `up`:
 
 # %%
 def off_by(x, scale):
@@ -543,22 +550,22 @@ for to, way in ways.items():
     print(f"the largest number to {to:9}:", *off)
 
 # %% [markdown]
-# The standard's rule is the first: a largest number above 448 is clipped, by up to an eighth. Transformer Engine takes the other power, which clips nothing, and gets half of that loss back, or more. The rest is the price of a power of two: a scale in fp32 brings each largest number to 448, where it is exact.
+# The first is the standard's rule. It clips largest numbers above 448, by up to an eighth. Transformer Engine takes the second, which clips nothing, and wins back half of the first one's loss against the exact scale, or more. The rest is the price of a power of two.
 #
-# In four bits the error is 15 %, and NVIDIA's recipe for training in NVFP4 (2025) does four things about it:
+# In four bits the error is 15 to 19 %. NVIDIA's recipe for training in NVFP4 (2025) takes four measures:
 #
 # | what | against |
 # |---|---|
-# | gradients of outputs are rounded *stochastically* (lab 01), inputs and weights to the nearest | errors that point the same way in every step |
-# | for the gradient of the weights, G and x are multiplied along tokens by a random *Hadamard* matrix, 16 × 16, which GᵀHHᵀx does not notice | outliers: a rotation spreads them over a block (lab 15a) |
-# | weights have a scale for 16 × 16 numbers | two roundings of one weight, forward and backward |
-# | some linear layers stay in bf16, about 15 %, most of them at the end | layers that four bits hurt most |
+# | stochastic rounding for gradients of outputs (lab 01); inputs and weights go to the nearest | errors that point the same way in every step |
+# | for the gradient of w, Gᵀx, both G (gradients of outputs) and x are multiplied along tokens by a random *Hadamard* matrix H, 16 × 16; since HHᵀ = 1, GᵀHHᵀx = Gᵀx | outliers: H spreads them over a block (lab 15a) |
+# | one scale for 16 × 16 weights | a weight that is rounded one way forward and another way backward |
+# | about 15 % of the linear layers stay in bf16, most of them at the end | layers that four bits hurt most |
 #
-# As with 8 bits, embeddings, head, norms and attention's products stay in bf16 or fp32, and master weights, gradients of weights and moments in fp32.
+# As with 8 bits, embeddings, head, norms and attention's products stay in bf16 or fp32; master weights, gradients of weights and moments in fp32.
 #
-# Stochastic rounding makes *one* gradient worse, since it does not take the nearest number. A run averages many. Recorded (`python tools/fp8_sweep.py averaged`): the error of the mean gradient of 1, 4, 16 and 64 batches, three seeds.
+# **Does stochastic rounding pay?** It makes *one* gradient worse, since it does not take the nearest number. But a run adds up thousands of gradients, and random errors average out. Recorded (`python tools/fp8_sweep.py averaged`): the error of the mean gradient of 1, 4, 16 and 64 batches, three seeds.
 #
-# > Only gradients of outputs are rounded. Of how many batches must one take the mean until stochastic rounding is better than nearest?
+# > Only gradients of outputs are in NVFP4. Over how many batches must one average until stochastic rounding beats rounding to nearest?
 
 # %%
 predict("nvfp4/batches", batches=1)
@@ -575,7 +582,7 @@ reveal("nvfp4/batches", batches=batches[better])
 plots.curves(
     batches, xlabel="batches in the mean", ylabel="error of the mean gradient",
     title="Nearest keeps an error of its own, and rounding x and W costs far more",
-    log="xy", **off,
+    log="xy", unit="%", **off,
 )  # fmt: skip
 
 # %%
@@ -583,14 +590,14 @@ for name, row in off.items():
     print(f"{name:24}", *(f"{each:6.1%}" for each in row))
 
 # %% [markdown]
-# Up to 16 batches nearest is ahead: another batch has other errors, so these average out as well. But not all of them do, and at 64 stochastic rounding has caught up, in every seed. (It falls by 5 and not by √64 = 8, mostly since the mean gradient, by which the error is divided, becomes shorter, too.) A run adds up thousands of gradients.
+# Over 16 nearest is still ahead: its errors change from batch to batch, so most average out, too. A part does not, and over 64 stochastic rounding is ahead in every seed: 2.1 against 2.2 % in the mean.
 #
-# What rounding inputs and weights costs stays at 11 %, however gradients are rounded: their errors are the same in every batch, or pass through the whole network before they come back. The rotation takes 0.3 to 0.5 points of that in each seed; this reader has no outliers that it could spread. So the two parts of the recipe that were tried show little on this model: inputs and weights count, and not gradients. (NVIDIA's 12B model, trained so on 10 trillion tokens, has 62.58 % on MMLU-Pro, and its FP8 run 62.62 %.)
+# Rounding inputs and weights as well costs far more: 11 % stay, however gradients are rounded. The rotation wins back 0.3 to 0.5 points at 64 batches, in each seed; this small GPT has no outliers for it to spread. So the two measures that were tried show little on this model. (NVIDIA's 12B model, trained so on 10 trillion tokens, has 62.58 % on MMLU-Pro, and its FP8 run 62.62 %.)
 
 # %% [markdown]
 # ## Which bytes are saved?
 #
-# Weights that are multiplied in 8 bits are still *stepped*. An fp32 weight of 1 moves by a thousandth; the next e4m3 number is an eighth away (lab 02's lesson). Which states live from step to step, and in which format, is a choice of its own:
+# A weight that is multiplied in 8 bits still has to be *stepped*. A step moves a weight of 1 by a thousandth, and the next e4m3 number is an eighth away: the step would be lost (lab 02). So the formats that *keep* states between steps are a choice of their own.
 
 # > bf16 training holds 16 bytes per parameter (lab 02). How many does Transformer Engine hold, whose products are in 8 bits?
 
@@ -608,7 +615,7 @@ predict("te/bytes", bytes_per_parameter=8)
 # | nanotron | fp8 | fp8 | fp32 | bf16 | fp8, fp8 |
 # | 8-bit Adam | bf16 | bf16 | – | fp32 | blocks of 8 bits |
 #
-# (The Ultra-Scale Playbook's table; the last row is below. That DeepSeek-V3 keeps master weights and sums of gradients in fp32, and moments in bf16, is in section 3.3.3 of its report. FP8-LM's own paper counts 6 bytes: no second copy of the weights, and no sum.)
+# (From The Ultra-Scale Playbook, and for DeepSeek-V3 section 3.3.3 of its report; the last row is explained below. FP8-LM's own paper counts 6 bytes, without the fp8 weights and the sum.)
 
 # %%
 for name, kept in RECIPES.items():
@@ -617,7 +624,9 @@ engine = RECIPES["Transformer Engine"].bytes_per_parameter
 reveal("te/bytes", bytes_per_parameter=engine)
 
 # %% [markdown]
-# Sixteen, as in bf16, or with autocast, which keeps the same fp32 states (lab 02): operands are made for a product and forgotten. What saves bytes is *keeping* weights, gradients and moments in few bits. On a small GPT: by the formula, by a dry run, by the real program. `KeptAdam` keeps the linear layers of the blocks as a recipe says, and the rest in fp32.
+# Sixteen, as in bf16: its operands are made for a product and forgotten, and its states are the fp32 ones of autocast (lab 02). Only *keeping* weights, gradients and moments in few bits saves bytes.
+#
+# Does the count hold? `KeptAdam` keeps the linear layers of the blocks as a recipe says, and the rest in fp32. First the formula against a dry run, then every recipe against the real program:
 
 
 # %%
@@ -651,7 +660,7 @@ bars = {name: quantization.fp8_states(llama, kept) for name, kept in RECIPES.ite
 plots.memory_bars(**bars, capacity=Hardware.named("H100"))
 
 # %% [markdown]
-# **Activations** are saved, too: for the gradient of w a layer keeps its input, now in 8 bits.
+# **Activations** shrink, too: for the gradient of w a layer keeps its input, now in 8 bits.
 
 
 # %%
@@ -671,11 +680,11 @@ half = measure.saved_activations(lambda: rigs.fp8.loss_of(half, batch), half).to
 print(f"against bf16: {L * tokens * (h + f) / half:.0%}")
 
 # %% [markdown]
-# Against bf16, which is what everybody has, a layer saves h + f bytes per token, 10 % here. And against fp32 not three quarters: norms, attention and GELU keep what they kept. And queries, keys and values read *one* input, which fp32 keeps once and these layers three times (the 6 · 4 bytes are scales); with one matrix for all three, as is usual, a layer saves 3h + f.
+# Against bf16, the usual rival, a block saves h + f bytes per token: 10 % here. Against fp32 it is 23 %, and not three quarters, for two reasons. Norms, attention and GELU keep what they kept. And queries, keys and values read *one* input, which fp32 keeps once and these layers three times. With one matrix for all three, as is usual, a block saves 3h + f against bf16. (The 6 · 4 bytes are scales.)
 #
 # ### Further: and messages?
 #
-# They halve against bf16, if weights are gathered as codes. Ranks first agree on one amax:
+# A gather of weights halves against bf16 if it sends codes. For one scale ranks first agree on one amax:
 
 
 # %%
@@ -701,7 +710,7 @@ print("the codes of the whole matrix:", torch.equal(result.float(), whole.float(
 # %% [markdown]
 # ### Further: and time?
 #
-# An H100's data sheet has twice the FLOP/s for e4m3 as for bf16. Eight blocks of Llama-3.1-8B under ZeRO 3, 64 ranks, 3,072 tokens each, on lab 09's H100s, whose products reach 61 % of the peak, with eight rings; then products in half the time; then messages of half the bytes as well:
+# By its data sheet an H100 computes twice as fast in e4m3 as in bf16. How much faster is a step? Take eight blocks of Llama-3.1-8B under ZeRO-3, 64 ranks with 3,072 tokens each, on lab 09's H100s (61 % of the peak, eight rings). First bf16; then products in half the time; then messages of half the bytes as well:
 
 # %%
 h100 = Hardware.named("H100")
@@ -729,9 +738,9 @@ for tokens in (1_536, 3_072, 8_192):
     print(f"{tokens:,} tokens:", *(f"{1e3 * end:6.1f} ms" for end in ends))
 
 # %% [markdown]
-# So it depends on the tokens of a rank. At 1,536 the messages decide, and products in 8 bits alone bring nearly nothing; at 8,192 all messages are hidden, and sending them in 8 bits brings nothing.
+# So it depends on the tokens of a rank. At 1,536 messages decide, and products in 8 bits alone bring 4 %. At 8,192 products hide nearly all messages, and sending them in 8 bits brings 2 %.
 #
-# (The last bar sends gradients in 8 bits, too, which torchao does not.) Attention's products and the head's, which stay in bf16, and casts are left out. What they leave of the gain is **Amdahl's law**: if a part a of the FLOPs runs twice as fast, a step is 1 / (1 − a/2) times as fast. For Llama-3.1-8B, by tokens in a row (attention is counted in full; a causal kernel leaves out up to half of it):
+# (torchao sends no gradients in 8 bits.) Casts are left out, and products of attention and head, which stay in bf16. **Amdahl's law** says what these cost: if a share a of the FLOPs runs twice as fast, a step is 1 / (1 − a/2) times as fast. For Llama-3.1-8B, by tokens in a row (attention is counted in full; a causal kernel leaves out up to half of it):
 
 # %%
 for s in (2048, 8192, 32768, 131072):
@@ -743,10 +752,10 @@ for s in (2048, 8192, 32768, 131072):
 # %% [markdown]
 # ## Further: can the moments be in 8 bits?
 #
-# Eight of the sixteen bytes are Adam's moments. **8-bit Adam** keeps each in 256 values, the *dynamic code*: seven decades, in each twice as many values as in the one below. Each *block* of 2,048 numbers is divided by its own largest.
+# Eight of the sixteen bytes are Adam's moments. **8-bit Adam** keeps each in one of 256 values, the *dynamic code*. They span seven decades, and each decade has twice as many values as the one below. Each *block* of 2,048 numbers is divided by its own largest.
 
 # %% [markdown]
-# (Thirty steps of training cannot judge it: their seeds are farther apart than what any of this changes.) Take twenty steps with exact moments, round these, and look at the next step: how far is it off, and how far does any weight move, in learning rates? Once in blocks of this code, and once with one scale for a matrix; then in the same blocks with *even* steps: for both moments, for either, and for the mean and the *root* of the second:
+# Thirty steps of training cannot judge the code: seeds are farther apart than what it changes. So take twenty steps with exact moments m and v, round these, and look at the next step. How far is it off, and how far does any weight move, in learning rates? First this code, in blocks and with one scale for a matrix; then, in blocks, *even* steps of both moments, of m, of v, and of m and √v:
 
 # %%
 twin, text = rigs.fp8.reader().double(), rigs.fp8.excerpts(7)
@@ -801,9 +810,9 @@ for name, keep in ways.items():
     print(f"{name:12} off by {off:4.0%}, largest step {moved.abs().max():5.1f}")
 
 # %% [markdown]
-# So the second moment is what needs a code: even steps do for the mean. They make some second moments zero; what stays under the root is (1 − β₂)g², of the *newest* gradient, which may be tiny where the mean m is not. Even steps of √v do here as well, since the root halves the decades; they reach less far than the dynamic code's seven.
+# Even steps do for m, and not for v: they make some v zero. Then only (1 − β₂)g² of the *newest* gradient is left under the root. It may be tiny where m is not, and a weight moves by 408 learning rates. Even steps of √v do here as well, since the root halves the decades.
 #
-# Why blocks? Let one gradient of a matrix be a thousand times the largest, as a rare token's may be, and look at the second moment, which squares it.
+# Why blocks? Make one gradient of a matrix a thousand times the largest, as a rare token's may be. Its second moment is a million times the largest.
 #
 # > The matrix has 128 × 512 numbers. In blocks of 2,048, how many percent of its second moments become zero? (And with one scale for all?)
 
@@ -822,7 +831,7 @@ for block in (2048, None):
         reveal("moments/zero", percent=round(100 * zero_share))
 
 # %% [markdown]
-# Each of those weights is divided by its newest gradient alone, as with even steps above. A block is the optimizer's tile.
+# Each of those weights is divided by its newest gradient alone, as with even steps above. In blocks it is 3 %, one block of 32; with one scale 99 %. A block is the optimizer's tile.
 
 # %% [markdown]
 # ## Further: turn the knobs
@@ -861,7 +870,7 @@ explore(
 #
 # ### True under a condition
 #
-# **"DeepSeek-V3’s tile quantization" among techniques that "aim to reduce the parameter memory burden significantly"** (reading notes on *The Ultra-Scale Playbook*). Its recipe takes 15 bytes per parameter in the Playbook's own table, where bf16 with the same fp32 gradients takes 20. Of the 5 bytes 1 is the weights', in 8 bits, and 4 are the moments', in 16; the tiles, which are against outliers, change none. <!-- erratum: S3-045 -->
+# **"DeepSeek-V3’s tile quantization" among techniques that "aim to reduce the parameter memory burden significantly"** (reading notes on *The Ultra-Scale Playbook*). Its recipe takes 15 bytes per parameter in the Playbook's own table, where bf16 with the same fp32 gradients takes 20. Weights in 8 bits save 1 of the 5 bytes, moments in 16 bits the other 4. Tiles, which are against outliers, save none. <!-- erratum: S3-045 -->
 #   <!-- claim: [quantization.RECIPES[name].bytes_per_parameter for name in ("DeepSeek-V3", "bf16, fp32 sums")] == [15, 20] -->
 #
 # **"using fp8 or int8 reduces by 75%"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024). Weights alone, against fp32, without scales: with a scale for each 32 numbers it is 74.2 %. The states of training take 9 to 16 bytes per parameter in the FP8 recipes above, where bf16 takes 16. <!-- erratum: S2-010 -->
@@ -876,8 +885,8 @@ explore(
 # > - Without a scale, at the loss scale of a large batch, all gradients of the blocks are zero. With one for each tensor, the loss scale does not matter. (One well-chosen loss scale for all does as well here.)
 # >   <!-- claim: quantization.cast(torch.tensor([2.0**-18]), quantization.F8_E5M2).float().item() == 0 -->
 # > - A delayed scale needs some steps until every layer has seen its gradients, and clips what outgrows its history.
-# > - Judge a format by Adam's step and not by the error of the whole gradient: without a scale the one is off by a third here, the other by 7 %.
-# > - Without outliers int8 is as precise as 8-bit floats, or more. It breaks here at one of 100. e4m3 keeps its digits over a factor of 28,672, and loses one after the other up to 229,376.
+# > - Judge a format by the error of Adam's step, not of the whole gradient: without a scale the step is off by a third here, the gradient by 7 %.
+# > - Without outliers int8 is as precise as 8-bit floats, or more. Here it breaks at an outlier of 100. e4m3 keeps its digits over a factor of 28,672, and loses one after the other up to 229,376.
 # >   <!-- claim: [floats.E4M3.max / each for each in (floats.E4M3.min_normal, floats.E4M3.min_subnormal)] == [28672, 229376] -->
 # > - A sum of 4,096 products in 14 bits is off by 0.3 % here, and moved to fp32 every 128 by 0.01 %.
 # > - A tile confines an outlier to 128 numbers of a row: at one of 100 the gradient in int8 is off by 17 % here, and by 69 % with one scale. A tile lies along the dim that is added up: 1 × 128, and for weights, which are multiplied both ways, 128 × 128.

@@ -32,7 +32,7 @@ from labutils.world import World
 # %% [markdown]
 # ## The idea in one picture
 #
-# Two weights. Each of 32 small steps follows the noisy gradient of a small batch; one large step follows the mean of 32 such gradients, taken at the start, at 32 times the learning rate. On an even slope both end at the same place. In a valley that is as steep at the start, the small steps turn along its bottom; the large step is the same as on the slope, and ends high on the far side.
+# Two weights are trained. Each of 32 small steps follows the noisy gradient of a small batch; one large step follows the mean of 32 such gradients, taken at the start, at 32 times the rate. On an even slope both end at the same place. In a valley that is as steep at the start, the small steps turn along its bottom, and the same large step ends high on the far side.
 
 # %%
 def walk(slope, rate=1.0, k=32):
@@ -67,7 +67,7 @@ plots.curves(
 # %% [markdown]
 # ## Is a batch on many ranks the batch?
 #
-# A network of 8,832 weights predicts the next character of a text from the last eight. It is small, so that many copies train at once: five seeds times several learning rates are the rows of one tensor. All rates of a seed see the same examples in the same order.
+# A network of 8,832 weights predicts the next character of a text from the last eight. Many copies train at once: five seeds times several learning rates are the rows of one tensor. All rates of a seed see the same examples in the same order.
 
 # %%
 network = rigs.scaling.CHARACTERS
@@ -76,7 +76,7 @@ rows = network.start(range(5))
 print(f"{len(data[1]):,} examples to learn from; rows {list(rows.shape)}")
 
 # %% [markdown]
-# First: is "a batch of 64" literally the same thing here and on ranks? Five steps of SGD with momentum 0.9, in float64. Once as a row; once on four ranks with 16 examples each, in micro-batches of 8 (lab 05), reduced once per step (lab 08).
+# Is "a batch of 64" the same in a row and on ranks? Five steps of SGD with momentum 0.9, in float64: once as a row, once on four ranks with 16 examples each, in micro-batches of 8 (lab 05), reduced once per step (lab 08).
 #
 # %%
 row = rigs.copies.train_copies(
@@ -99,7 +99,7 @@ apart = max((each - row).abs().max().item() for each in found)
 print("the weights are equal to 1e-10:", apart < 1e-10)
 
 # %% [markdown]
-# So what holds for a batch here holds on ranks too: all else is measured on rows. The loop that trains them:
+# So all else is measured on rows, and holds on ranks. The loop that trains them:
 
 # %%
 show(rigs.copies.train_copies)
@@ -107,7 +107,7 @@ show(rigs.copies.train_copies)
 # %% [markdown]
 # ## By how much do you raise the learning rate of SGD?
 #
-# Suppose that the true gradient does not change on the way; g_i is that of the i-th small batch. k small steps of rate η and one step of rate kη then end at the same weights:
+# Let g_i be the gradient of the i-th small batch, and suppose that it is the same anywhere on the way. Then k small steps of rate η and one step of rate kη end at the same weights:
 #
 # $$ w - \eta\,g_1 - \dots - \eta\,g_k \;=\; w - k\eta\,\frac{g_1 + \dots + g_k}{k}. $$
 #
@@ -131,9 +131,9 @@ def table(found):
 
 
 # %% [markdown]
-# At a batch of 16 the best rate of SGD is 1/64 (a sweep over factors of two). Every run sees the same number of examples. The loss is a cross-entropy in nats, on examples held out (knowing nothing: ln 64 = 4.16).
+# At a batch of 16 the best rate of SGD is 1/64 (a sweep over factors of two). Every run sees the same number of examples. The loss is a cross-entropy in nats on held-out examples; knowing nothing costs ln 64 = 4.16.
 #
-# > The loss at a batch of 16 is about 2.3. What is it with 32 times the batch, and the learning rate as it was?
+# > The loss at a batch of 16 is about 2.3. What is it at 32 times the batch, with the learning rate as it was?
 
 # %%
 predict("unscaled/loss", nats=2.4)
@@ -160,7 +160,7 @@ print("k = 128: linear is worse by 0.2 in every seed:", lost > 0.2)
 reveal("unscaled/loss", nats=round(none.mean().item(), 1))
 
 # %% [markdown]
-# Up to 512 the linear rule nearly holds; at 2,048 it has failed in every seed. Twice as many examples, eight seeds, recorded beforehand by `python tools/scaling_sweep.py` (date and versions: `data/README.md`). The bands are two standard errors to each side:
+# Up to 512 the linear rule nearly holds; at 2,048 it has failed in every seed. A longer record has twice as many examples and eight seeds (`python tools/scaling_sweep.py`; date and versions: `data/README.md`). Bands are two standard errors to each side:
 
 # %%
 axes = dict(xlabel="batch size in examples", ylabel="held-out loss (nats)", log="x")
@@ -173,7 +173,7 @@ for rule in scaling.POWERS:
     print(f"{rule:12}", *(f"{batch:4.0f}: {mean}" for batch, mean in found.items()))
 
 # %% [markdown]
-# From a batch of 16 to 512 the linear rule costs 0.05, the root 0.35, no scaling 0.71. Linear is *not* exact: at 1,024 it is 0.11 behind, several standard errors; at 4,096 it has diverged.
+# From a batch of 16 to 512 the linear rule costs 0.05 nats, the root 0.35, no scaling 0.71. Linear is *not* exact: at 1,024 it is 0.11 behind, several standard errors; at 4,096 it has diverged.
 #
 # ### Further: the published table
 #
@@ -193,7 +193,7 @@ for rule, eta in inputs.items():
 # %% [markdown]
 # ## Is it the same for Adam?
 #
-# At a batch of 16 the best rate of Adam is 1/256, by factors of two, and RMSProp's too.
+# At a batch of 16 the best rate of Adam is 1/256, and so is RMSProp's (by factors of two).
 #
 # > At 32 times the batch, with which of these multiples of its rate does Adam do best: 1, √32 = 5.7, or 32?
 
@@ -201,7 +201,7 @@ for rule, eta in inputs.items():
 predict("adam/rate", times=32)
 
 # %% [markdown]
-# Adam and RMSProp divide each gradient by the root of a running mean of its square. Where noise is most of a gradient, k times the batch makes that divisor smaller by √k: the same signal is a step √k times as long already. The other √k is left for the learning rate.
+# Adam and RMSProp divide each gradient by the root of a running mean of its square. Where a gradient is mostly noise, k times the batch makes this divisor √k times smaller. So the signal already makes a step √k times as long, and only the other √k is left for the learning rate.
 
 # %%
 adam = {batch: losses("adam", 1 / 256, batch) for batch in (16, 64, 512, 2048)}
@@ -219,24 +219,20 @@ curves = rigs.scaling.rule_curves("rmsprop", most=512)
 plots.curves(title="RMSProp: the square root stays nearest, too", **axes, **curves)
 
 # %% [markdown]
-# At k = 4 the two rules are close; at k = 32 linear and unscaled are several standard errors behind. Three rates cannot say where the best one is, though, and neither can factors of two. Both batches in steps of √2, as multiples of 1/256:
+# At k = 4 the two rules are close. At k = 32 linear and unscaled are several standard errors behind the root. But three rates cannot say where the best one is. Recorded (`python tools/scaling_sweep.py finer`): steps of √2, in multiples of 1/256, thirty seeds, and the bottom of a parabola through the lowest three:
 
 # %%
-def sweep(batch, halves):
-    """The held-out loss of Adam, the mean of five seeds, at 2^(i/2) / 256."""
-    lr = [2 ** (i / 2) / 256 for i in halves]
-    options = dict(optimizer="adam", lr=lr, batch=batch, samples=32768, seeds=range(5))
-    rows = rigs.copies.train_copies(network, data, **options)
-    found = rigs.copies.score(network, rows, held_out)[0].mean(0).tolist()
-    tried = zip(lr, found, strict=True)
-    print(f"batch {batch:3}:", *(f"{256 * r:4.1f}: {loss:.2f}  " for r, loss in tried))
-
-
-sweep(16, range(-1, 4))
-sweep(512, range(3, 9))
+best = {}
+for batch in (16, 512):
+    found = rigs.scaling.swept("finer", "lr", optimizer="adam", batch=batch)
+    best[batch] = rigs.scaling.lowest(found)
+    cells = (f"{256 * lr:4.1f}: {mean.value:.2f}  " for lr, mean in found.items())
+    print(f"batch {batch:3}:", *cells, f"bottom at {256 * best[batch]:.1f}")
+print(f"the best rate grows {best[512] / best[16]:.1f} times")
 
 # %% [markdown]
-# **The best rate grows from 1.4 to 8, by 5.7 give or take a step of √2: the root fits, unscaled and linear do not.** (By factors of two it seemed to be 8.) The square-root rule fails too, later:
+# **The best rate grows 7.6 times: near the root's 5.7, far from 1 and 32.** (Seeds drawn again and again give 7.0 to 8.4, so the root is a quarter too low.) Further up the square-root rule fails, too:
+#   <!-- claim: claims.adams_rate_grows() == (7.6, 7.0, 8.4) -->
 
 # %%
 for optimizer in ("adam", "rmsprop"):
@@ -244,10 +240,10 @@ for optimizer in ("adam", "rmsprop"):
     print(f"{optimizer:8}", *(f"{b:5}: {found[b]}" for b in (16, 1024, 4096)))
 
 # %% [markdown]
-# RMSProp is 0.32 behind at 1,024, Adam 0.44 at 4,096: no rule is good without end.
+# RMSProp is 0.32 nats behind at 1,024, Adam 0.44 at 4,096: no rule is good without end.
 
 # %% [markdown]
-# **What happens to the weight decay?** AdamW multiplies each weight by 1 − lr·wd in each step, wd being the weight decay. An epoch of 3,200 steps has 100 at 32 times the batch. What the decay alone leaves of a weight:
+# **What happens to the weight decay?** AdamW multiplies each weight by 1 − lr·wd in each step, wd being the weight decay. At 32 times the batch an epoch has 100 steps in place of 3,200. What does decay alone leave of a weight after an epoch?
 
 # %%
 root = 32**0.5
@@ -261,7 +257,9 @@ for lr, decay, steps in (
     print(f"lr {lr:.4f}, wd {decay:.3f}, {steps:4} steps: {left:.3f} of a weight left")
 
 # %% [markdown]
-# Under the linear rule the rate makes up for the steps, and wd stays as it was. Under the square root it makes up for half of it: an epoch decays √k times less, unless wd becomes √k·wd. The number to keep is lr·wd·steps per epoch (Wang and Aitchison 2024). It would not be enough that √32·wd does better than wd: the small batch might want more as well. Where is the *best* wd, for AdamW on 2,048 examples that it sees 16 times, at √32 times the rate?
+# The number to keep is lr·wd·steps per epoch (Wang and Aitchison 2024). Under the linear rule the rate makes up for the missing steps, and wd stays. Under the square root only √k of k is made up: an epoch decays √k times less, unless wd becomes √k·wd.
+#
+# Does training want that? It would not be enough that √32·wd does better than wd: the small batch might want more. Where is the *best* wd of each batch, for AdamW on 2,048 examples that it sees 16 times, at √32 times the rate for the large one?
 
 
 # %%
@@ -283,11 +281,11 @@ for batch, lr in ((16, 1 / 256), (512, root / 256)):
         print(f"    wd {wd}: loss {loss:.2f}, |w| {length:.0f}")
 
 # %% [markdown]
-# The best wd moves from 0.4 to 1.6, and both leave weights of the same length: √32·0.4 would be 2.3, which is the rule within a factor of two. With the wd of the small batch the large one loses 0.3 nats more than with its own.
+# The best wd moves from 0.4 to 1.6. The rule says √32·0.4 = 2.3, so it holds within the sweep's factor of two. Both best runs leave weights of the same length, 17. With the small batch's wd the large one is 0.3 nats behind.
 #
 # ### Further: is it the divisor?
 #
-# The root was derived for gradients that are mostly noise. How much smaller is the divisor of 512 really, along a run at a batch of 16?
+# The square root was derived for gradients that are mostly noise. How much smaller is Adam's divisor really at a batch of 512 than at 16, along a run at 16?
 
 
 # %%
@@ -316,11 +314,13 @@ for step, rows in along.items():
     print(f"step {step:4}: {smaller:.1f} times smaller; {32 / smaller:.1f} are left")
 
 # %% [markdown]
-# So 6.5 to 9 times are left for the rate, and not 5.7: at 512 the signal is no longer small beside the noise. The sweep, in steps of √2, cannot tell 5.7 from 6.5.
+# The divisor is 3.5 to 5 times smaller, and not √32 = 5.7: at 512 the signal is no longer small beside the noise. So 6.5 to 9 times are left for the rate; the sweep found 7.6.
 #
 # ### Further: and the β?
 #
-# Adam's running mean of squares forgets over 1/(1 − β₂) *steps*: 1,000 of them are 16,000 examples at a batch of 16, and 512,000 at 512. Malladi et al. (2022) scale 1 − β₁ and 1 − β₂ by k along with the square root of the rate, and ε by 1/√k. For Adam that can be done only below k = 10, where 1 − β₁ = 0.1 becomes 1; β₂ alone can be scaled further, and RMSProp has only β₂. Recorded (`python tools/scaling_sweep.py betas`), eight seeds, the difference from the square root alone seed by seed:
+# Adam's running mean of squares forgets over 1/(1 − β₂) *steps*. 1,000 steps are 16,000 examples at a batch of 16, and 512,000 at 512. So beside the rate Malladi et al. (2022) scale 1 − β₁ and 1 − β₂ by k, and ε by 1/√k. Adam allows that only below k = 10, where 1 − β₁ = 0.1 becomes 1. β₂ alone can be scaled further, and RMSProp has only β₂.
+#
+# What does it gain over the root alone? Recorded (`python tools/scaling_sweep.py betas`): differences in loss seed by seed, eight seeds:
 
 # %%
 for optimizer in ("adam", "rmsprop"):
@@ -332,12 +332,12 @@ for optimizer in ("adam", "rmsprop"):
         print(f"{optimizer:8} {rule:10}", *cells, sep="  ")
 
 # %% [markdown]
-# With Adam nothing shows up to a batch of 1,024. At 4,096, where the rule for the rate has failed, β₂ alone makes it a little worse. RMSProp at 1,024 is the one case with a gain: half of what the root had lost there comes back. So try it where the root begins to fail, and not before. (The paper's claim is that the whole run follows that of the small batch, in its limit of small steps; this compares ends alone.)
+# With Adam nothing shows up to a batch of 1,024. At 4,096, where the square root has failed, scaling β₂ alone makes the loss a little worse. Only RMSProp at 1,024 gains: it wins back half of what the root had lost. So try it where the root begins to fail. (The paper claims more: in the limit of small steps the whole run follows that of the small batch. This compares ends alone.)
 
 # %% [markdown]
 # ## How do you warm up?
 #
-# In the first epochs weights change fast, write Goyal et al., and the assumption that the gradient stays the same breaks down. So they raise the rate gradually, by a constant amount *at each iteration*, for five epochs. With 1,281,167 images and batches of 8,192, from the rate of the small batch, 0.1, to 3.2:
+# In the first epochs weights change fast, write Goyal et al., and the assumption that the gradient stays the same breaks down. So they raise the rate gradually, by a constant amount *at each iteration*, for five epochs. With 1,281,167 images in batches of 8,192, from the small batch's rate, 0.1, to 3.2:
 
 # %%
 steps = round(5 * 1281167 / 8192)
@@ -345,7 +345,7 @@ half = scaling.warm_up(steps // 2, steps, start=0.1, end=3.2)
 print(f"{steps} iterations, each adds {(3.2 - 0.1) / steps:.6f}; halfway {half:.2f}")
 
 # %% [markdown]
-# Goyal's begins at η, which is known to work. Most libraries begin at 0. Three schedules:
+# Goyal's warm-up begins at η, which is known to work; most libraries begin at 0. Three schedules:
 
 # %%
 shapes = {
@@ -357,7 +357,7 @@ shapes = {
     "WSD": [min(t / 20, scaling.wsd(t, 100, peak=1, decay=20)) for t in range(101)],
 }
 plots.curves(
-    range(101), xlabel="iteration", ylabel="of the scaled rate",
+    range(101), xlabel="iteration", ylabel="share of the scaled rate",
     title="WSD needs its last iteration only when it decays", **shapes,
 )  # fmt: skip
 
@@ -390,7 +390,7 @@ hint("scaling/recipe", 1)
 # %% [markdown]
 # ## Further: does a warm-up help?
 #
-# On the characters above, recorded with the linear rule and a warm-up over an eighth of the steps:
+# On the characters, with the linear rule, at once and with a warm-up over an eighth of the steps (recorded; nats, by batch):
 
 # %%
 for rule in ("linear", "linear, warm-up"):
@@ -399,9 +399,11 @@ for rule in ("linear", "linear, warm-up"):
     print(f"{rule:16}", *cells, sep="  ")
 
 # %% [markdown]
-# It helps at none. Goyal's network has normalization layers, so take one that has: handwritten digits (scikit-learn's), three hidden layers with a LayerNorm (lab 03) before each activation, or without. Ten epochs of SGD in batches of 718, half of the data: 20 steps. The rate at a batch of 8 is 1/32 with LayerNorm, and the linear rule makes it 2.8. One rate shows nothing, though: here is the whole range, with twenty seeds each, at once and with a warm-up over four of the ten epochs (`python tools/scaling_sweep.py rates`).
+# It helps at none of them. But Goyal's network has normalization layers. So take handwritten digits (scikit-learn's) and three hidden layers, with a LayerNorm (lab 03) before each activation, or without. A batch is 718 digits, half of the data, so ten epochs of SGD are 20 steps.
 #
-# > With LayerNorm: take the smallest error over all rates without a warm-up, and the smallest with one. How many points does the warm-up gain?
+# One rate would prove nothing, since a warm-up may want another rate. So the whole range was recorded, at once and with a warm-up over four of the ten epochs, twenty seeds each (`python tools/scaling_sweep.py rates`).
+#
+# > With LayerNorm, compare the smallest error of all rates at once with the smallest of all rates with a warm-up. How many points does the warm-up gain?
 
 # %%
 predict("warm-up/gains", points=5)
@@ -414,27 +416,29 @@ runs = {
 }
 best = {of: min(found.values()) for of, found in runs.items()}
 for (norm, rule), mean in best.items():
-    print(f"LayerNorm {norm!s:5} {rule:8} best: {mean.value:.1f} ± {mean.error:.1f} %")
+    print(f"LayerNorm {norm!s:5} {rule:8} best: {mean.value:.2f} ± {mean.error:.2f} %")
 gains = best[True, "at once"].value - best[True, "warm-up"].value
 reveal("warm-up/gains", points=round(gains, 1))
 
 # %%
-names = {True: "LayerNorm", False: "without"}
+names = {True: "LayerNorm", False: "no norm"}
 plots.curves(
-    xlabel="learning rate, after the warm-up", ylabel="test error (%)", log="xy",
-    title="With LayerNorm a warm-up rescues too large a rate, and not the best",
+    xlabel="learning rate, after the warm-up", ylabel="test error", unit="%", log="xy",
+    title="With LayerNorm a warm-up rescues too large a rate; the best gains nothing",
     **{
-        f"{names[norm]}, {rule}": (list(of), [mean.value for mean in of.values()])
+        f"{names[norm]}, {rule}": (list(of), [mean.value / 100 for mean in of.values()])
         for (norm, rule), of in runs.items()
     },
 )  # fmt: skip
 
 # %% [markdown]
-# Less than nothing: −0.8 ± 0.3 points, though its rate was free to be larger.
+# **It gains less than nothing, −0.8 ± 0.3 points**, though it was free to take a larger rate.
 #
-# With LayerNorm the linear rule's 2.8 lies between 2 and 4, where the error without a warm-up shoots up: a warm-up brings the 52 % at a rate of 4 down to 16 %. At a rate of 1, without any warm-up, it is 4.4 %. Without LayerNorm the error shoots up from 0.5 on, and the warm-up rescues nothing there. So in twenty steps it moves the edge of stability a little, with normalization; whoever sweeps the rate does not need it here. Longer runs, which end far from where they begin, may: this experiment cannot say.
+# What it does is to rescue a rate that is too large, and only with LayerNorm. At a rate of 4 the error is 52 % at once, and 16 % with a warm-up. (The linear rule comes near: from 1/32 at a batch of 8 to 2.8.) But a rate of 1, at once, ends at 4.4 %. Without LayerNorm the error shoots up from 0.5 on, warm-up or not.
 #
-# **Goyal's curve, and ours.** Errors above that of the base batch, in points, against k, with warm-up; theirs is Figure 3:
+# So whoever sweeps the rate needs no warm-up here. Longer runs, which end far from where they begin, may: twenty steps cannot say.
+#
+# **Up to which k does the linear rule hold, with a warm-up?** Here are the points by which the error is above that of the base batch, against k; ResNet-50 is Goyal's Figure 3:
 
 # %%
 theirs = {int(b) / 256: m.value for b, m in rigs.scaling.goyal("Fig 3").items()}
@@ -453,13 +457,13 @@ plots.curves(
 # %% [markdown]
 # ## Where does it stop helping?
 #
-# The gradient of a batch of B examples is the true one, G, plus noise. Examples are independent, so the noise has the variance tr Σ/B, and its product with G is zero in the mean:
+# Where a batch has averaged out its noise. The gradient of B examples is the true one, G, plus noise. Examples are independent, so the noise has the variance tr Σ/B, and its product with G is zero in the mean:
 #
 # $$ \mathbb E\,|g_B|^2 \;=\; |G|^2 + \frac{\operatorname{tr}\Sigma}{B}, $$
 #
-# where tr Σ is the variance of one example's gradient, summed over all weights. At B = tr Σ / |G|² both are equal: the **simple noise scale**, B_simple.
+# where tr Σ is the variance of one example's gradient, summed over all weights. Both terms are equal at B = tr Σ / |G|², the **simple noise scale** B_simple.
 #
-# Two unknowns, so two batch sizes are enough. Three ways to get them, and one formula:
+# |G|² and tr Σ are two unknowns, so gradients of two batch sizes are enough. One formula, and three ways to get them:
 #
 # | | small batch | large batch |
 # |---|---|---|
@@ -471,7 +475,7 @@ plots.curves(
 show(scaling.estimate_spread)
 
 # %% [markdown]
-# |g_B|² itself is a *biased* estimate of |G|²: it still holds tr Σ / B. Along runs at a batch of 32, eight seeds: single examples against all of 1,024, and batches of 16 against all of *another* 1,024. Had both used the same 1,024, they would agree even if the formula were wrong.
+# (|g_B|² itself is *biased*: it still holds tr Σ / B.) Do two ways agree? Along runs at a batch of 32, eight seeds: single examples against all of 1,024, and batches of 16 against all of *another* 1,024. Had both used the same 1,024, they would agree even if the formula were wrong.
 
 # %%
 kept = {}
@@ -502,7 +506,7 @@ for step, (covariance, two_sizes) in scales.items():
 print("it grows from the start:", min(scales[256]) > max(scales[1]))
 
 # %% [markdown]
-# The means over seeds of tr Σ *and* of |G|² are divided once. Seed by seed the ratio is of little use, since it differs fivefold; from the record, at step 128:
+# Each number is one ratio, of the means over seeds of tr Σ *and* of |G|². The ratio of one seed is of little use, since seeds differ fivefold; from the record, at step 128:
 
 # %%
 loss, found = rigs.scaling.spreads()[128]
@@ -534,13 +538,13 @@ hint("scaling/noise-on-ranks", 1)
 # %% [markdown]
 # ## Does the noise scale predict the largest useful batch?
 #
-# Train to a target loss instead, and count steps, each batch size at the best of six learning rates (which is never the first or the last of the six). Steps S and batch B lie on a hyperbola,
+# To find out, train to a target loss and count steps. Each batch size has the best of six learning rates (never the first or the last of the six). Steps S and batch B lie on a hyperbola,
 #
 # $$ S \;=\; S_{\min} + \frac{E_{\min}}{B}. $$
 #
-# No batch takes fewer than S_min steps, and none fewer than E_min examples. Where both terms are equal lies the **critical batch size** B_crit = E_min / S_min: twice the steps of the largest batch, and twice the examples of the smallest.
+# No batch takes fewer than S_min steps, and none fewer than E_min examples. Both terms are equal at the **critical batch size** B_crit = E_min / S_min, which takes twice the fewest steps and twice the fewest examples.
 #
-# > The target is a loss of 2.55. From batch 8 to 512, 64 times, the steps fall by less. By how many times?
+# > The target is a loss of 2.55. A batch of 512 is 64 times one of 8. How many times fewer steps does it take?
 
 # %%
 predict("steps/fewer", times=64)
@@ -568,7 +572,9 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# And look at the learning rates, which were tried by factors of two: four times the batch, four times the best rate, up to 512. Steps do not fall as fast: by 2.3 from 128 to 512. At 2,048 the best rate is that of 512. So the linear rule ends somewhere between 512 and 2,048, past the bend at 424, about where larger batches stop paying. Now three targets, each with the noise scale that was measured nearest to that loss:
+# The best learning rates follow the linear rule up to 512: four times the batch, four times the rate (by factors of two). At 2,048 the best rate is that of 512. So the rule ends between 512 and 2,048, past the bend at 424, about where larger batches stop paying.
+#
+# Does B_simple tell B_crit? Three targets, each with the noise scale measured nearest to that loss:
 
 # %%
 measured = rigs.scaling.spreads()
@@ -580,13 +586,13 @@ for target in (2.7, 2.55, 2.4):
     print(f"loss {target}: B_crit {critical:.0f}, B_simple {simple:.0f}, {times}")
 
 # %% [markdown]
-# Within a factor of two on this network, without a sweep; and B_crit grows as the loss falls. (Seeds drawn again and again give B_crit within 15 % of these, B_simple within 20 to 40 %.) Adam's sweep gives 384, 580 and 724, nearer still, though B_simple was measured along runs of SGD.
+# Within a factor of two on this network, and without a sweep. (Seeds drawn again and again give B_crit within 15 % of these, B_simple within 20 to 40 %.) Adam's B_crit is 384, 580 and 724: nearer still, though B_simple is from runs of SGD.
 #   <!-- claim: [round(rigs.scaling.hyperbola("adam", t).critical) for t in (2.7, 2.55, 2.4)] == [384, 580, 724] -->
-# So a batch that is too large at the start may be right at the end: hence batch-size ramps.
+# B_crit grows as the loss falls. So a batch that is too large at the start may be right at the end: hence batch-size ramps.
 #
 # ### Further: the same as time
 #
-# Devices with 8 examples each, 1 ms per example, and 2 ms for an all-reduce, assumed to be the same for any number. At the critical batch a run takes 2·S_min steps, and never fewer than S_min:
+# How many devices help? Each takes 8 examples of 1 ms; then all, however many, all-reduce in 2 ms. At the critical batch a run takes 2·S_min steps, and with more devices never fewer than S_min:
 
 # %%
 devices = [2 ** (i / 2) for i in range(17)]
@@ -603,7 +609,7 @@ plots.curves(
 # %% [markdown]
 # ### Exercise 16.3 · Bug hunt: momentum for large batches (12 min, ●●●)
 #
-# Some write the learning rate into the velocity v, v ← m·v + η·g, and then w ← w − v. Goyal's section 3 warns of it. This one should do what `torch.optim.SGD` with momentum 0.9 and `weight_decay` does on the mean of the k gradients, at the rate that `rate()` returns. It passes its test, with k = 1. Three things are wrong.
+# Some put the learning rate into the velocity v: first v ← m·v + η·g, then w ← w − v. Goyal's section 3 warns of it. `LargeBatch` should do what `torch.optim.SGD` with momentum 0.9 and `weight_decay` does on the mean of the k gradients, at the rate that `rate()` returns. It passes its test, with k = 1. Three things are wrong.
 
 
 # %%
@@ -648,7 +654,7 @@ hint("scaling/bug-hunt", 1)
 # %% [markdown]
 # ## Further: turn the knobs
 #
-# The best of six rates at each batch size, for three targets, and what either rule predicts from a batch of 8. Which rule does each optimizer follow, and up to which batch? (Rates were tried by factors of two. For a target of 2.55 Adam's rises fourfold up to 512, where the root of 64 is 8.)
+# Dots are the best of six rates at each batch size, lines what either rule predicts from a batch of 8. Which rule does each optimizer follow, and up to which batch? (Rates were tried by factors of two: for a target of 2.55 Adam's rises fourfold up to 512, where √64 = 8.)
 
 
 # %%
@@ -672,7 +678,7 @@ explore(knobs, optimizer=["sgd", "adam"], target=[2.7, 2.55, 2.4])
 # %% [markdown]
 # ## Further: what if the model becomes wider?
 #
-# All rules so far are for one model. Take the rate that is best for a network of width 32 to wider ones. Adam moves every weight by about its rate, whatever the gradient's length. A hidden unit sums n inputs, n being the width. Its n weights move together, so its output moves n times as far: with one rate for all widths the best one must fall. *μP* (Yang et al. 2022, table 3) divides instead, for Adam and with n/32 for how much wider a layer's input is:
+# All rules so far are for one model. Does the best rate of a narrow network suit a wider one? Adam moves every weight by about its rate, whatever the gradient's length. A hidden unit sums n inputs, n being the width, and its n weights move together: its output moves n times as far as one weight. So one rate for all layers must fall as n grows. *μP* (Yang et al. 2022, table 3) divides the rate only where a layer's input grows, by n/32 if 32 is the narrow width. For Adam:
 #
 # | | rate | variance at the start |
 # |---|---|---|
@@ -680,9 +686,9 @@ explore(knobs, optimizer=["sgd", "adam"], target=[2.7, 2.55, 2.4])
 # | hidden matrices | · 32/n | as usual, 1/n |
 # | last matrix | · 32/n | 32/n of the usual, so 1/n² |
 #
-# The network of characters with three hidden layers, 16,384 examples in batches of 64, eight rates, three seeds (`python tools/scaling_sweep.py widths`):
+# Recorded: the network of characters with three hidden layers, 16,384 examples in batches of 64, eight rates, three seeds (`python tools/scaling_sweep.py widths`).
 #
-# > With its best rate at width 32, what does the network of width 256 lose, compared with *its* best rate, in nats? Without μP.
+# > Without μP, the network of width 256 trains with the best rate of width 32. How many nats does it lose against *its* best rate?
 
 # %%
 predict("width/lost", nats=0.1)
@@ -701,31 +707,31 @@ for rule in dict.fromkeys(rule for rule, _ in found):
     said = (f"{mean.value:.2f} at 1/{1 / lr:<4.0f}" for lr, mean in bests)
     print(f"{rule:16}", *said)
     same = [found[rule, n][at_32[0]].value for n in widths]
-    print(f"{'':8} at 1/{1 / at_32[0]:<3.0f}", *(f"{loss:11.2f}" for loss in same))
+    print(f"{'':4} always 1/{1 / at_32[0]:<3.0f}", *(f"{loss:11.2f}" for loss in same))
 lost = found["standard", 256][at_32[0]].value
 lost -= min(found["standard", 256].values()).value
 reveal("width/lost", nats=round(lost, 1))
 
 # %%
-curves, bests = {}, {}
+curves, bests, times = {}, {}, [256 * lr for lr in tried[:-1]]
 for (rule, n), means in found.items():
     if n in (64, 256) and "alone" not in rule:
         values = [mean.value for mean in means.values()][:-1]
         curves[f"{rule} {n}"] = values
-        bests[f"{rule} {n}"] = [tried[values.index(min(values))]], [min(values)]
+        bests[f"{rule} {n}"] = [times[values.index(min(values))]], [min(values)]
 plots.curves(
-    tried[:-1], xlabel="learning rate", ylabel="held-out loss (nats)", log="x",
-    title="The best rate moves with the width, and with μP it stays",
+    times, xlabel="learning rate, in 1/256", ylabel="held-out loss (nats)", log="x",
+    title="In a wider network the best rate is smaller; with μP it stays",
     measured=bests, **curves,
 )  # fmt: skip
 
 # %% [markdown]
-# With one rate for all layers the best rate falls fourfold, and a wider network is no better than one of 64. With μP the best rate is the same at every width, and wider is better at each.
+# With one rate for all layers the best rate falls fourfold, and no width does better than 64. With μP the best rate is the same at every width, and wider is better each time.
 #
-# **Which half does it?** The rates: alone they keep the best one in its place, and end as low. With the smaller start alone the best rate falls as before. Why does a wide network with its best rate, but one for all layers, stay 0.14 nats behind? What suits the wide matrices is too little for embedding, first layer and biases, whose inputs do not grow. At width 256 with 1/512 for all the loss is 2.33; leave 1/512 to the wide matrices alone, and give the others their 1/64, and it is 2.16.
+# **Do the rates do it, or the smaller start?** The rates: alone they keep the best rate in its place, and end as low. With the smaller start alone the best rate falls as before. Why does width 256, with its best single rate, stay 0.14 nats behind μP? What suits the wide matrices is too small for embedding, first layer and biases, whose inputs do not grow. With 1/512 for all layers the loss is 2.33; with 1/512 for the wide matrices and 1/64 for the others it is 2.16.
 #   <!-- claim: (lambda of: [round(of("standard")[1 / 512].value, 2), round(of("μP's rates alone")[1 / 64].value, 2)])(lambda rule: rigs.scaling.swept("widths", "lr", rule=rule, target=256)) == [2.33, 2.16] -->
 #
-# So tune the narrow network, and keep the rate. This is one task, Adam, a pass of 256 steps and a factor of eight in width; in μP a rate for deeper or longer training is a question of its own.
+# So tune the narrow network, and keep the rate. (This is one task, Adam, a pass of 256 steps and a factor of eight in width; in μP a rate for deeper or longer training is a question of its own.)
 
 # %% [markdown]
 # ## In practice
@@ -756,13 +762,13 @@ plots.curves(
 # %% [markdown]
 # ## Summary
 #
-# > - k times the batch, below the noise scale: k times the learning rate for SGD, √k for Adam and RMSProp. At k = 32, 0.1 becomes 3.2, or 0.566.
+# > - k times the batch, below the noise scale: k times the learning rate for SGD, √k for Adam and RMSProp. At k = 32, 0.1 becomes 3.2, or 0.566. (The best rate of Adam grew 7.6 times here, where √32 = 5.7.)
 # >   <!-- claim: [round(scaling.scale_lr(0.1, 32, rule), 3) for rule in ("linear", "square root")] == [3.2, 0.566] -->
 # > - The linear rule holds, and then fails: here it costs 0.11 from a batch of 16 to 1,024, and at 4,096 it diverges.
 # >   <!-- claim: (lambda of: round(of[1024].value - of[16].value, 2) == 0.11 and of[4096].value > 10)(rigs.scaling.swept("rules", optimizer="sgd", rule="linear")) is True -->
-# > - What an epoch decays is lr·wd·steps. Under the linear rule wd stays; under the square root it becomes √k·wd, or 0.945 of a weight is left where it was 0.726. Here the best wd grew fourfold at k = 32, and √32 = 5.7.
+# > - What an epoch decays is lr·wd·steps. Under the linear rule wd stays. Under the square root it becomes √k·wd; otherwise 0.945 of a weight is left where it was 0.726. Here the best wd grew fourfold at k = 32, where √32 = 5.7.
 # >   <!-- claim: [round(scaling.shrinkage(32**0.5 * 1e-3, scaling.scale_decay(0.1, 32, rule), 100), 3) for rule in ("linear", "square root")] == [0.945, 0.726] -->
-# > - Goyal's warm-up begins at η and grows at every iteration. On digits, over four of ten epochs and with LayerNorm, it rescues a rate that is too large, 52 % become 16 %; without LayerNorm it does not. The best rate with it is no better than the best without.
+# > - Goyal's warm-up begins at η and grows at every iteration. On digits, over four of ten epochs and with LayerNorm, it rescues a rate that is too large: an error of 52 % becomes 16 %. Without LayerNorm it does not. The best rate with it is no better than the best without.
 # >   <!-- claim: (lambda at: [round(at("at once")[4].value), round(at("warm-up")[4].value)] == [52, 16] and min(m.value for m in at("at once").values()) < min(m.value for m in at("warm-up").values()))(lambda rule: rigs.scaling.swept("rates", "lr", norm=True, rule=rule)) is True -->
 # > - tr Σ / |G|², from ranks before and after the all-reduce, predicts the critical batch size within a factor of 2 on this network, and grows from the start of a run.
 # >   <!-- claim: max(scaling.noise_scale(min(rigs.scaling.spreads().values(), key=lambda e: abs(e[0] - t))[1]) / scaling.fit({b: m.value for b, (_, m) in rigs.scaling.fewest_steps("sgd", t).items()}).critical for t in (2.7, 2.55, 2.4)) < 2 -->

@@ -36,7 +36,7 @@ from labutils.teach.widgets import explore
 # %% [markdown]
 # ## The idea in one picture
 #
-# Llama-3.1-70B on 64 H100, 512 sequences of 8,192 tokens in a step. A *plan* says how many ranks each axis of the mesh has, which level of ZeRO, which schedule, what is computed again. From left to right a GPU may allocate more. Lines are the shortest step that then fits: with dp and ZeRO alone, with one more axis, with all.
+# Llama-3.1-70B trains on 64 H100, with 512 sequences of 8,192 tokens in a step. A *plan* says how many ranks each axis of the mesh has, which level of ZeRO, which schedule, and what is computed again. How short can a step be, by the GB that a GPU may allocate? The lines allow dp and ZeRO alone, one more axis, or all:
 
 
 # %%
@@ -71,9 +71,9 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# With 215 GB on a GPU this job needs no axis but dp. An H100 gives 72 of its 80 GB; the rest is reserve. There dp alone computes everything again: 70.5 s. Neither pp nor cp beside it helps. tp beside it takes 61.6 s, all axes together 60.8 s. **Planning is buying back the time that memory costs.**
+# With 215 GB on a GPU this job needs no axis but dp: 53.3 s. A plan may use 72 of an H100's 80 GB; the rest is reserve. Within that, dp alone has to compute everything again: 70.5 s. pp or cp beside it does not help; tp beside it gives 61.6 s, all axes 60.8 s. **Planning is buying back the time that memory costs.**
 #
-# This assumes that messages hide. If none does, a mix buys more: all axes take 66.1 s, dp with any one other 77.4 s.
+# This assumes that messages hide behind computing. If none does, a mix gains more: all axes take 66.1 s, dp with any one other 77.4 s.
 #   <!-- claim: (lambda job: (lambda e: (lambda p, s: [round(float(s[chosen].min()), 1) for chosen in ((p.tp == 1) & (p.cp == 1) & (p.pp == 1), (p.cp == 1) & (p.pp == 1), (p.tp == 1) & (p.pp == 1), (p.tp == 1) & (p.cp == 1), p.dp > 0)])(e.plans[e.fits], e.seconds[e.fits]))(planner.search(__import__("dataclasses").replace(job, rates=__import__("dataclasses").replace(job.rates, overlap=0)))))(claims.llama_on_64_h100()) == [77.4, 77.4, 77.4, 77.4, 66.1] -->
 
 # %% [markdown]
@@ -106,9 +106,9 @@ plots.memory_bars(
 )
 
 # %% [markdown]
-# No two divide the same. tp leaves experts whole: 832 GB. (Megatron-LM's default divides them as well, to 105 GB of states.) ep divides experts alone, pp all weights by layers, cp tokens. The ranks of dp, ep and cp share the optimizer.
+# Each axis divides something else. tp divides attention and leaves experts whole: 832 GB. (Megatron-LM's default divides them as well, to 105 GB of states.) ep divides experts alone, pp all weights by layers, cp tokens. Ranks of dp, ep and cp share the optimizer.
 #
-# One scale serves for all prices: how many FLOPs does a rank compute for each byte that it sends? The table takes a layer's products, forward and backward. T are the tokens of a micro-batch on this rank (under cp its share), P the weights of a layer, h its width. It has a heads for queries and g for keys, each d wide; f is the width of an expert, k the experts that a token visits, L all layers.
+# One number compares their prices: how many FLOPs does a rank compute for each byte that it sends? The table takes a layer's products, forward and backward. T are the tokens of a micro-batch on this rank (under cp its share), P the weights of a layer, h its width. A layer has a heads for queries and g for keys, each d wide. An expert is f wide, a token visits k experts, and there are L layers.
 #
 # | n ranks of | divide | bytes sent for a layer and micro-batch | FLOP per byte | so it needs |
 # |---|---|---|---|---|
@@ -118,22 +118,28 @@ plots.memory_bars(
 # | ep (lab 12) | experts | 8·k·T·h (n−1)/n | 9/4·f · n/(n−1) | wide experts |
 # | pp (lab 13a) | layers | 4·T·h at each cut | 3/2·P·L / (h·n) | layers |
 #
-# A device has such a number as well: its FLOPs per second over the bytes per second of a link. An axis whose number is lower sends for longer than it computes. The H100 asks for 1,670 on NVLink and for 15,000 on one network link.
+# A device has such a number as well: its FLOPs per second over the bytes per second of a link. An H100 asks for 1,670 FLOPs per byte on NVLink and for 15,000 on one network link. An axis with less sends for longer than it computes.
 #
-# - **Enough on both**: eight ranks of a 70B model have 1.6 million in a pipeline and 80,000 with Ulysses. Those of Mixtral's experts have 36,900.
+# - **pp, cp, ep** have enough for both links. Eight ranks of a 70B model have 1.6 million in a pipeline and 80,000 with Ulysses; eight ranks of Mixtral's experts have 36,900.
 #   <!-- claim: (lambda m: (lambda P: [round(3 / 2 * P * 80 / m.d_model / 8, -5) / 1e6, round(3 / 4 * P / (64 + 8) / 128 * 8 / 7, -3)])(planner.work.shape(m).plain.split))(config.ModelConfig.named("llama-3.1-70b")) == [1.6, 80000] -->
-# - **tp** is near the limit: 4,476 with eight ranks. Its messages do not hide here, so they add 1,670/4,476 = 37 % to the time of the products; tp = 4 adds 16 %. That is why `dp16 tp4` takes 61.6 s where `dp64` would take 53.3: messages are 7.2 of these 8.3 s.
+# - **tp** is near NVLink's limit: 4,476 with eight ranks. Its messages do not hide here, so they add 1,670/4,476 = 37 % to the time of the products; tp = 4 adds 16 %. That is why `dp16 tp4` takes 61.6 s where `dp64` would take 53.3: 7.2 of these 8.3 s are messages.
 #   <!-- claim: (lambda m: (lambda P: [round(3 * P / 10 / m.d_model / 7), round(100 * 1670 * 10 * m.d_model * 7 / 3 / P), round(100 * 1670 * 10 * m.d_model * 3 / 3 / P)])(planner.work.shape(m).plain.split))(config.ModelConfig.named("llama-3.1-70b")) == [4476, 37, 16] -->
 #   <!-- claim: (lambda d, t: [round(d.seconds, 1), round(t.seconds - d.seconds, 1), round(t.parts["tp exposed"], 1)])(*(planner.estimate(claims.llama_on_64_h100(), planner.Plan(dp=64 // n, tp=n, micro_batches=8 * n, zero=3)) for n in (1, 4))) == [53.3, 8.3, 7.2] -->
-# - **ZeRO-3** lives on tokens. With 8,192 in a micro-batch 64 ranks have 6,241. When cp = 8 leaves 1,024 of them, it is below NVLink.
+# - **ZeRO-3** needs tokens. With 8,192 in a micro-batch 64 ranks have 6,241. If cp = 8 leaves a rank 1,024 of them, it is below NVLink.
 
 # %% [markdown]
 # ### Further: between nodes, and the same numbers counted
 #
-# Between nodes it depends on how many links a ring gets. If its neighbors fill whole nodes, it takes all eight of a node (lab 07) and asks for 9/8 · 1,670 = 1,880. ZeRO-3 over 64 ranks has three times as much. With tp = 4 beside it four rings share the links. Each has two and asks for 7,500, more than the 6,550 of dp = 16. And tp = 16 on two nodes would have 2,089: products that take hardly longer than their messages.
-#   <!-- claim: (lambda m: (lambda P: [round(9 / 8 * 1670, -1), round(4 * 9 / 8 * 1670, -2), round(3 / 4 * 8192 * 16 / 15, -1), round(3 * P / 10 / m.d_model / 15)])(planner.work.shape(m).plain.split))(config.ModelConfig.named("llama-3.1-70b")) == [1880, 7500, 6550, 2089] -->
+# Between nodes it depends on how many of a node's eight network links a ring gets (lab 07):
 #
-# The planner counts FLOPs and bytes of each axis. Against the formulas of the table, and for every number of ranks:
+# - *All eight*, if its neighbors fill whole nodes. They carry 8/9 of NVLink's bytes, so it asks for 9/8 · 1,670 = 1,880. ZeRO-3 over 64 ranks has three times as much.
+#   <!-- claim: (lambda r: [round(9 / 8 * r.products / r.link, -1), round(3 / 4 * 8192 * 64 / 63 / (9 / 8 * r.products / r.link))])(planner.Rates.of(config.Hardware.named("H100"))) == [1880, 3] -->
+# - *Two*, if four rings share the links, as with tp = 4 beside dp = 16. Each asks for 7,500; dp = 16 has 6,550, and other computing hides the rest.
+#   <!-- claim: (lambda r: [round(4 * 9 / 8 * r.products / r.link, -2), round(3 / 4 * 8192 * 16 / 15, -1)])(planner.Rates.of(config.Hardware.named("H100"))) == [7500, 6550] -->
+# - *tp = 16 on two nodes* would have 2,089, little more than the 1,880: its products take hardly longer than its messages.
+#   <!-- claim: (lambda m: round(3 * planner.work.shape(m).plain.split / 10 / m.d_model / 15))(config.ModelConfig.named("llama-3.1-70b")) == 2089 -->
+#
+# Does the planner count the same? First against the formulas of the table, then for any number of ranks:
 
 
 # %%
@@ -181,11 +187,11 @@ plots.curves(
 # %% [markdown]
 # ## What does the fullest rank hold?
 #
-# A step ends where *one* rank is full. Under 1F1B stage i of p keeps the activations of min(p − i, m) of the m micro-batches at once (lab 13a): of its own layers, divided by tp · cp. With ZeRO-1 it has 2 + 4 bytes for each of its weights, and 12 that dp · cp ranks share.
+# A plan fails where *one* rank is full. Under 1F1B stage i of p keeps the activations of min(p − i, m) of the m micro-batches at once (lab 13a): those of its own layers, divided by tp · cp. With ZeRO-1 each of its weights takes 2 + 4 bytes, and 12 that dp · cp ranks share.
 #
 # ### Exercise 17.1 · Bug hunt: the estimate that knows no cp (10 min, ●●○)
 #
-# Its test passes. But it divides by nothing for cp, it takes every stage for the mean one, and it forgets something else about pipelines.
+# `fullest` passes its test. But it ignores cp, it takes every stage for the mean one, and it forgets something else about pipelines.
 
 
 # %%
@@ -220,7 +226,7 @@ hint("planner/fullest", 1)
 # %% [markdown]
 # ### Further: every byte by name
 #
-# The planner's own ledger gives every byte a name. The names were found on these runs (and 0.1 GiB of workspaces fitted), so this is an explanation and no forecast. Here are the first and the last stage of one of the runs on B200 below, beside what was measured:
+# The planner's own ledger gives every byte a name. Here are the first and the last stage of one of the runs on B200 below. (The names were found on these runs, and 0.1 GiB of workspaces fitted, so this explains and does not forecast.)
 
 # %%
 runs, b200 = planner.measured(), Hardware.named("B200")
@@ -230,16 +236,16 @@ for rank, measured in zip((0, 1), run.peaks, strict=True):
     print(f"stage {rank}: {held:.2f} GiB by names, {measured:.2f} measured")
 
 # %% [markdown]
-# What do 16 bytes for each weight of a rank say? 92 GiB for 12 layers of Llama-3.1-70B with tp = 2. With dp = 4 a rank held 61, since ranks share the optimizer; with cp = 4 and 131,072 tokens it held 113, since activations are not weights.
+# Would 16 bytes for each weight do? For a rank of Llama-3.1-70B with 12 layers and tp = 2 they say 92 GiB. With dp = 4 it held 61 GiB, since ranks share the optimizer; with cp = 4 and 131,072 tokens 113 GiB, since activations are not weights.
 
 # %% [markdown]
 # ## How long is a step?
 #
-# On a stage each of m micro-batches takes F FLOPs of large products, A of attention, M bytes moved in memory, S bytes sent and K kernels of κ seconds each. The planner counts all five; r are rates.
+# Count five kinds of work: on a stage each of m micro-batches takes F FLOPs of large products, A of attention, M bytes moved in memory, S bytes sent and K kernels of κ seconds each. r are rates:
 #
 # $$ t \;=\; m\Big(\frac{F}{r_F} + \frac{A}{r_A} + \frac{M}{r_M} + \frac{S}{r_S} + K\kappa\Big)_{\text{slowest stage}} +\ \text{bubble} + \text{update}. $$
 #
-# Many calculators have one rate: 6N FLOPs for each token, N being the parameters, over a share of the peak. The data has 22 runs of Megatron-LM on the same eight B200: Llama with 12 layers and DeepSeek-V2 with 4, tp, cp, ep, pp, short and long sequences.
+# Many calculators have one rate: 6N FLOPs for each token, N being the parameters, over a share of the peak. The data has 22 runs of Megatron-LM on the same eight B200: Llama with 12 layers and DeepSeek-V2 with 4, with tp, cp, ep or pp, and short or long sequences.
 #
 # > Take the share from five of these runs. How many percent is the worst of the other 17 off?
 
@@ -270,12 +276,12 @@ for how, each in share.items():
 reveal("planner/one-rate", percent=round(100 * abs(off).max()))
 
 # %% [markdown]
-# No other share would do: runs reach 19 to 40 % of the peak, so even the middle is wrong by more than a third. 6N leaves out attention. With it (the first line) one rate still misses by 44 %: messages and kernels have rates of their own.
+# No other share would do: runs reach 19 to 40 % of the peak, so even the middle is wrong by more than a third. 6N leaves out attention. With it ("causal") one rate still misses by 44 %: messages and kernels have rates of their own.
 
 # %% [markdown]
 # ### Further: which five?
 #
-# What a run would tell is known before it is made, since its work is counted. The planner takes those that leave the least doubt about all 22: here short and long steps of pp = 2, one of tp = 8, one of cp = 8, one with experts.
+# The planner chooses before a run is made, since it counts work. It takes those that leave the least doubt about all 22: here a short and a long step of pp = 2, one of tp = 8, one of cp = 8, one with experts.
 
 # %%
 for run in five:
@@ -284,7 +290,7 @@ for run in five:
 # %% [markdown]
 # ### Exercise 17.2 · Five numbers from five runs (12 min, ●●○)
 #
-# Five runs hardly tell five numbers: errors go into the rates. But you know something beforehand. Usual shares of a data sheet are right to about 25 %, and time per kernel to 70 %. So each run says *work · x = seconds*, to 2.5 % of its seconds, and each usual number says *x = usual*, to its share. Solve them together by least squares, every line over its error.
+# Five runs hardly tell five numbers: errors go into the rates. But you know something beforehand. Usual shares of a data sheet are right to about 25 %, time per kernel to 70 %. So each run says *work · x = seconds*, to 2.5 % of its seconds, and each usual number says *x = usual*, to its share. Solve all by least squares, every line over its error.
 
 
 # %%
@@ -323,7 +329,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# 7 % remain at worst. From here on a *tie* is within 3 %, the mean error. Between two layouts more may be wrong: tp = 4 comes out up to 7 % too slow, tp = 8 up to 5 % too fast (listed below).
+# From here on plans within 3 %, the mean error, are a *tie*. (Between two layouts more may be wrong: see below.)
 
 # %% [markdown]
 # ### Further: whose errors are they?
@@ -340,7 +346,7 @@ for name in dict.fromkeys(map(layout, others)):
     print(f"{name:16} {min(its):+.1%} to {max(its):+.1%}")
 
 # %% [markdown]
-# Those of tp = 4 lie all to one side and those of tp = 8 to the other, 12 % apart. Runs of one layout differ by 5 % at most. So trust a comparison within a layout further than one between two.
+# tp = 4 is predicted too slow in every run and tp = 8 too fast, up to 12 % apart. Runs of one layout differ by 5 % at most: trust a comparison within a layout further than one between two.
 
 # %% [markdown]
 # ### Further: was it counting, or fitting?
@@ -354,7 +360,7 @@ alike = (1 + planner.residuals(others, usual)) / factor - 1
 print(f"usual ones, one factor: {abs(alike).mean():.1%}, {abs(alike).max():.1%}")
 
 # %% [markdown]
-# Is each of the five needed? Leave one out, and fit the other four to the same five runs:
+# Is each of the five needed? Leave one out, and fit the other four to the same five runs. And what takes the time in a short and in a long sequence?
 
 # %%
 done = np.array([rates.work_of(run, usual) for run in runs])
@@ -376,9 +382,11 @@ for run in (runs[3], runs[-1]):
     print(*(f"{kind} {share:.0%}" for kind, share in shares), sep=", ")
 
 # %% [markdown]
-# **Counting five kinds of work is most of it.** Beside the products, attention is missed most. The runs do not tell everything. Here ranks wait for all ten messages of tp in a layer; lab 10 hides two, the gathers that a backward pass repeats. Fitted to all 22 runs, ten leave 2.2 % in the mean and 6.4 at worst, eight 2.3 and 6.1: no difference. (`tests/test_planner_runs.py` counts and fits both.)
+# **Counting five kinds of work is most of it**: with usual shares and one factor the mean error is 3.9 %, with five fitted rates 2.9 %. Products and attention are missed most.
 #
-# Choosing the runs helps as well, and less. Ten times five that are drawn by chance, and then the chosen ones, on runs whose layout none of them has:
+# The runs do not tell everything. Here ranks wait for all ten messages of tp in a layer; lab 10 hides two, the gathers that a backward pass repeats. Fitted to all 22 runs, ten leave a mean error of 2.2 % (6.4 at worst), eight one of 2.3 % (6.1): no difference. (`tests/test_planner_runs.py` counts and fits both.)
+#
+# Choosing the runs helps as well, but less. First ten times five drawn by chance; then the chosen five, on runs of a layout that none of them has:
 
 # %%
 draw, means, worst = np.random.default_rng(0), [], []
@@ -397,12 +405,12 @@ left = abs(planner.residuals(new, fitted))
 print(f"chosen: {len(new)} runs of another layout, mean {left.mean():.1%}")
 
 # %% [markdown]
-# (What is counted was settled with all 22 in sight; expect more on another machine.)
+# (What is counted was settled with all 22 runs in sight; expect larger errors on another machine.)
 
 # %% [markdown]
 # ### Further: does the formula know every wait?
 #
-# It takes the micro-batches of one rank and adds what that rank waits for. `predict.time` plays every pass of every rank, one thing after the other. Products, attention and messages alone take time here; nothing hides on the clock, and all or nothing in the formula:
+# The formula takes the micro-batches of one rank and adds what that rank waits for. `predict.time` plays every pass of every rank, one thing after the other. Let only products, attention and messages take time. The clock hides no message; the formula hides all or none:
 
 # %%
 print("chunks  formula: hidden  not hidden  played")
@@ -418,16 +426,26 @@ for chunks in (1, 2, 5, 8):
     print(f"{chunks:6} {step[0]:13.2f} s {step[1]:9.2f} s {clock:5.2f} s")
 
 # %% [markdown]
-# 1F1B comes out the same, though its stages have ten, eleven and nine layers, and one the head. With chunks the clock is within 0.5 % of the formula that hides nothing. So chunks gain 5 to 9 % over 1F1B if messages hide, and 3 to 5 % if they do not: more chunks make the bubble shorter, and send more.
+# 1F1B comes out the same, though its stages have ten, eleven and nine layers, and one the head. With chunks the clock is within 0.5 % of the formula that hides nothing. So with chunks a step is 5 to 9 % shorter than with 1F1B if messages hide, and 3 to 4 % if not: more chunks make the bubble shorter, and send more.
 
 # %% [markdown]
 # ### Further: other machines, years, stacks
 #
-# PTD-P (Narayanan et al. 2021) prints steps of a 175B model on 384, 768 and 1,536 A100, to which nothing here was fitted. With the A100's rates, fitted to steps of 2022, pipelines come out 7, 6 and 5 % too fast (all of this is computed in `tests/test_planner_runs.py`).
+# Narayanan et al. (2021) print steps of a 175B model on 384, 768 and 1,536 A100, to which nothing here was fitted (all computed in `tests/test_planner_runs.py`).
 #
-# The same table has ZeRO-3 in DeepSpeed of 2021: 82, 67 and 67 s. The planner says 55, 28 and 15 s. The last doubling halves what a rank computes, and the step stays as long as it was. So its messages decide: a rank sends the same bytes however many ranks there are. If *one* link of each node carried the ring, and not all eight, the planner would say 70 s each time: 14 % too fast, 5 % too slow, 5 % too slow. Three rows cannot show that it was so. But one run on 768 of those GPUs would have told the rate of the links, and with it the third step.
+# *Pipelines are predicted well.* With the A100's rates, fitted to steps of 2022, they come out 7, 6 and 5 % too fast.
 #
-# So five numbers are of a device *and a stack*: fit them to runs of yours, of which one sends as your plan will send.
+# *ZeRO-3 in DeepSpeed of 2021 is not:*
+#
+# | seconds on | 384 | 768 | 1,536 GPUs |
+# |---|---|---|---|
+# | measured | 82 | 67 | 67 |
+# | planner | 55 | 28 | 15 |
+# | planner, one link | 70 | 70 | 70 |
+#
+# On 1,536 GPUs a rank computes half as much as on 768, and the step takes as long. So messages decide: a rank sends the same bytes on any number of ranks. In the last row *one* link of each node carries the ring, not eight: 14 % too fast, then twice 5 % too slow. Three steps cannot prove it. But one run on 768 GPUs would have told the rate of the links, and so the step on 1,536.
+#
+# So the five numbers belong to a device *and a stack*: fit them to runs of yours, of which one sends as your plan will.
 
 # %% [markdown]
 # ## Which plan is the fastest?
@@ -446,7 +464,7 @@ for found in [every.fastest, *every.best(3)]:
     print(f"{found.seconds:.1f} s {found.peak / 1e9:.1f} GB  {text_of(found.plan)}")
 
 # %% [markdown]
-# First the fastest, then three of the ties, by free memory. (Within 7 %, the worst error above, are 44.) Why not another plan?
+# First the fastest, then three of the ties: most free memory first (in full tenths), then the simplest. (Within 7 %, the worst error above, are 44.) Why not another plan?
 #   <!-- claim: (lambda e: int((e.fits & (e.seconds <= 1.07 * e.fastest.seconds)).sum()))(planner.search(claims.llama_on_64_h100())) == 44 -->
 
 
@@ -464,12 +482,12 @@ consider(llama, tp=8, dp=8, zero=3)
 consider(llama, tp=16, dp=4)
 
 # %% [markdown]
-# The third is what many would write first: tp in the node, pp across. It waits 18 s for tp. In the fourth ZeRO-3 gathers all weights twice in each of 64 micro-batches.
+# The third plan is what many would write first: tp in the node, pp across. It waits 18 s for tp. In the fourth, ZeRO-3 gathers all weights twice in each of 64 micro-batches.
 
 # %% [markdown]
 # ### Further: memory against time, and what one more buys
 #
-# No plan beats those of the *Pareto front* in both seconds and bytes. From the fastest down, until everything is computed again:
+# No plan beats those of the *Pareto front* in both seconds and bytes. Here are ten, from the fastest down:
 
 # %%
 front = every.pareto()
@@ -491,9 +509,9 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# 9 % more time frees 20 GB: `dp1 tp2 cp4 pp8`, ZeRO-3, takes 66.1 s and 50.0 GB. Below 49 GB everything is computed again.
+# 9 % more time frees 20 GB: `dp1 tp2 cp4 pp8` with ZeRO-3 takes 66.1 s and 50.0 GB.
 #
-# What is worth buying? Rates 10 % higher, for the fastest plan; one more GB on each GPU, or one more node, for the plan that is then the fastest:
+# What is worth buying? The fastest plan may get a rate that is 10 % higher. One more GB on each GPU, or one more node, may make another plan the fastest:
 
 # %%
 for what, share in planner.sensitivity(every).items():
@@ -504,12 +522,12 @@ roomy = every.seconds[every.peaks <= llama.cluster.room + 2 * units.GB].min()
 print(f"{'2 GB more':27} {1 - roomy / every.fastest.seconds:5.1%} shorter")
 
 # %% [markdown]
-# Faster links buy next to nothing: of its 60.8 s the winner waits 1.1 for messages, as long as the others hide.
+# Faster links buy next to nothing: the winner waits for messages for 1.1 of its 60.8 s, as long as the others hide.
 #   <!-- claim: (lambda f: round(f.parts["cp exposed"] + f.parts["dp exposed"] + f.parts["pp exposed"], 1))(planner.search(claims.llama_on_64_h100()).fastest) == 1.1 -->
 #
 # One GB buys nothing. Two buy 5 %, since another plan then fits: memory pays in steps.
 #
-# A ninth node is 12.5 % more GPUs and should make a step 11 % shorter. It gets 16 % shorter, since layers divide better: of eight stages the longest has eleven of them, of nine stages nine.
+# A ninth node is 12.5 % more GPUs, and should make a step 11 % shorter. It makes it 16 % shorter, since layers divide better: the longest of eight stages has eleven, the longest of nine has nine.
 #   <!-- claim: (lambda f, nine: [f.plan.pp, int(planner.stages.rank_layers(f.job.model, 8, 6, False).sum((1, 2)).max()), nine.plan.pp, int(planner.stages.rank_layers(f.job.model, 9, 1, False).sum((1, 2)).max())] == [8, 11, 9, 9])(*(planner.search(__import__("dataclasses").replace(job, cluster=__import__("dataclasses").replace(job.cluster, nodes=n))).fastest for job in (claims.llama_on_64_h100(),) for n in (8, 9))) -->
 
 # %% [markdown]
@@ -537,14 +555,14 @@ for degrees, allowed in (({}, climb.ALL), ({}, (0,)), ({"tp": 8}, (0,))):
     print(f"{len(asked)} plans asked for\n")
 
 # %% [markdown]
-# The first climb takes recomputation, which makes everything fit at once. No single change leads away from there, 16 % behind. The second may not recompute. It shares the activations out over tp instead, and ends in a tie after 65 of 16,524 plans. The third starts from tp = 8 and never leaves it.
+# The first climb takes recomputation, which makes everything fit at once, and no single change leads away from there: it ends 16 % behind. The second may not recompute. It shares the activations out over tp instead, and ends in a tie; together they asked for 65 of 16,524 plans. The third starts from tp = 8 and never leaves it.
 
 # %% [markdown]
 # ## What does the winner hang on?
 #
-# A sixth number is told by no run of the data. ZeRO-2 and 3 send while a rank computes, and so do chunks: behind which share of the computing can messages hide? The planner assumes all of it. The winner reduces gradients in each of 512 backward passes.
+# On a sixth number, which no run tells: the share of computing behind which messages can hide. ZeRO-2 and 3 send while a rank computes, and so do chunks. The planner assumes a share of 1. The winner reduces gradients in each of 512 backward passes.
 #
-# > Nothing is hidden. How many seconds does the step of the winner take, which was 60.8 s?
+# > The winner's step takes 60.8 s. How many seconds does it take if nothing hides?
 
 # %%
 predict("planner/exposed", s=65)
@@ -563,16 +581,16 @@ for s, found in fastest.items():
     print(f"{s:4} {found.seconds:.1f} s: {text_of(found.plan)}")
 
 # %% [markdown]
-# The ranking hangs on it: where nothing hides, the winner takes 67 % longer than the plan that is then the fastest. So ask another question of all 16,524 plans: which one loses least, whatever hides?
+# The ranking hangs on this share: where nothing hides, the winner takes 67 % longer than the plan that is then the fastest. So ask all 16,524 plans another question: which one loses least, whatever hides?
 
 # %%
 ratio = [found.seconds / found.fastest.seconds for found in searched.values()]
 loses = np.where(every.fits, np.max(ratio, axis=0) - 1, np.inf)
-for i in loses.argsort()[:3]:
+for i in loses.argsort(kind="stable")[:3]:  # of equal plans the first
     print(f"{loses[i]:.1%} at most: {text_of(every.plans[i])}")
 
 # %% [markdown]
-# All three have one mesh and ZeRO-1, which sends once a step. Chunks lose 7 % at most, 1F1B 9 %. **So order for `dp1 tp2 cp4 pp8` with ZeRO-1**, unless you have measured the overlap of your stack. 1F1B takes 66.1 s whatever hides. In that time the 64 GPUs read 2²² tokens: a trillion take 182 days.
+# All three have the same mesh, and ZeRO-1, which sends once a step. Chunks lose 7 % at most, 1F1B 9 %. **So order for `dp1 tp2 cp4 pp8` with ZeRO-1**, unless you have measured your stack's overlap. 1F1B takes 66.1 s whatever hides. In that time the 64 GPUs read 2²² tokens: a trillion take 182 days.
 #   <!-- claim: (lambda rate: round(1e12 / rate / 86400))(2**22 / planner.estimate(claims.llama_on_64_h100(), planner.Plan(tp=2, cp=4, pp=8, micro_batches=512, zero=1)).seconds) == 182 -->
 
 # %% [markdown]
@@ -593,7 +611,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# Most rates of the H100 are assumed, and 25 % may be wrong with each. One at a time (a network link: half), with the plan that is then the fastest, and how far behind it each candidate is:
+# Most rates of the H100 are assumed, and each may be wrong by 25 %. Change one at a time, double a kernel's time, halve a network link. Each row says how far every candidate is behind the plan that is then the fastest:
 
 # %%
 wide = replace(llama.cluster, between=25e9)
@@ -616,12 +634,12 @@ for reserve in (0.05, 0.15):
     print(f"reserve {reserve:4.0%}: {best.seconds:.1f} s, {text_of(best.plan)}")
 
 # %% [markdown]
-# With products a quarter slower every plan is about a quarter longer; what counts here is the order. The winner is at most 4.4 % behind. `dp16 tp4` is 74 % behind where the network is half as fast: each of its rings has two links, which are barely enough. The plans with ZeRO-1 stay 4 to 11 % behind in every row: that is the price of being safe against the overlap. With a reserve of 5 or 15 % in place of 10 the fastest step takes 57.7 or 61.9 s, with another plan each time.
+# The winner is at most 4.4 % behind. `dp16 tp4` is 74 % behind where the network is half as fast: its rings' two links were barely enough. The plans with ZeRO-1 stay 4 to 11 % behind in every row: that is the price of being safe against the overlap. With a reserve of 5 or 15 % in place of 10 the fastest step takes 57.7 or 61.9 s, each time with another plan.
 
 # %% [markdown]
 # ## Is it true?
 #
-# Seconds need a cluster. Bytes do not: the course's own step runs here dry, at full size, one rank at a time. (Its kernels keep more than Megatron-LM's, so its ledger is another.) Take a plan without cp, whose tiles take minutes, and of its 64 ranks one of the last stage:
+# Seconds need a cluster. Bytes do not: the course's own step runs here dry, at full size, one rank at a time. (Its kernels keep more than Megatron-LM's, so its ledger differs.) Take a plan without cp, whose tiles take minutes, and of its 64 ranks one of the last stage:
 
 # %%
 proven = climb.completed(llama, Plan(dp=2, tp=4, pp=8, zero=2))
@@ -630,19 +648,19 @@ proof.dry(dense, proven, stage=7)
 # %% [markdown]
 # ### Further: a copy of the mesh, for real
 #
-# A copy of the mesh, two ranks on every axis that is in use, takes a step of a small model of the same kind: eight processes on this machine. What do all of them send and hold, by formula, in dry runs, and in truth?
+# A copy of the mesh, with two ranks on every axis that is in use, takes a step of a small model of the same kind: eight processes on this machine. What do all of them send and hold, by formula, in dry runs, and in truth?
 
 # %%
 print(proof.scaled(proven).mesh)
 print(proof.copy(dense, proven))
 
 # %% [markdown]
-# The last line adds up all differences, of every rank and every line. What is alive at the fullest moment comes and goes too fast for a formula: there a dry run stands against the real one alone. What the copy cannot show is size, and what Megatron-LM holds: this is the course's own code.
+# The last line adds up all differences of all ranks. The fullest moment has no formula, since tensors come and go too fast; there a dry run stands against the real one alone. The copy cannot show full size, nor what Megatron-LM holds.
 
 # %% [markdown]
 # ## Which plan do you defend?
 #
-# Three jobs, and messages hide:
+# Three jobs; messages hide:
 
 # %%
 for name in EXAM:
@@ -652,7 +670,7 @@ for name in EXAM:
 # %% [markdown]
 # ### Exercise 17.3 · The exam (23 min, ●●●)
 #
-# `ask(plan)` answers with an `Estimate`: `fits`, `seconds`, `peak`, `headroom`, `parts`. For an illegal plan it raises `ValueError` with the reason. You may ask 400 times for each job; `planner.search` is not allowed, climbing is. By hand: find plans with `consider(exam(…), …)`, and return that of `job`. The check accepts whatever is in the tie, and says of any other plan why it loses.
+# `ask(plan)` answers with an `Estimate`: `fits`, `seconds`, `peak`, `headroom`, `parts`. For an illegal plan it raises `ValueError` with the reason. You may ask 400 times for each job; `planner.search` is not allowed, climbing is. By hand: find plans with `consider(exam(…), …)`, and return that of `job`. The check accepts any plan of the tie, and says of any other why it loses.
 
 
 # %%
@@ -670,7 +688,7 @@ hint("planner/exam", 1)
 # %% [markdown]
 # ## Further: turn the knobs
 #
-# Llama-3.1-70B on 64 H100; dp takes what the other axes leave. Find a plan that fits. Which axis frees most, and what does it cost?
+# Llama-3.1-70B on 64 H100; dp takes the ranks that the other axes leave. Find a plan that fits. Which axis frees most, and what does it cost?
 
 
 # %%
@@ -694,10 +712,10 @@ explore(knobs, tp=[1, 2, 4, 8], cp=[1, 2, 4, 8], pp=[1, 8], zero=[1, 3])
 # %% [markdown]
 # ## In practice
 #
-# From a shell: `python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100`. Flags of a plan for Megatron-LM, torchtitan and Accelerate come with `--export`:
+# From a shell: `python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100`. Flags for Megatron-LM, torchtitan and Accelerate come with `--export`; here are those of 1F1B with ZeRO-1:
 
 # %%
-print(export("megatron", llama, tied))
+print(export("megatron", llama, fastest[0].plan))
 
 # %% [markdown]
 # ## Errata
@@ -713,7 +731,7 @@ print(export("megatron", llama, tied))
 # **"Parameter count on the most-loaded GPU shard"** (Megatron-Bridge, until July 2026). True of stages that are alike. It was the mean, which misses 9 % of DeepSeek-V3's layers with experts on 16 stages. <!-- erratum: PL-11 -->
 #   <!-- claim: planner.stages.rank_layers(config.ModelConfig.named("deepseek-v3"), 16, 1, False)[..., 1].max() == 4 and round(100 * (1 - 58 / 16 / 4)) == 9 -->
 #
-# **6N FLOPs for each token** (Transformer Math 101: C = 6PD). True of short sequences: of Llama-3.1-70B it counts 94 % with 8,192 tokens, 45 % with 131,072. <!-- erratum: PL-01 -->
+# **6N FLOPs for each token** (Transformer Math 101: C = 6PD). True of short sequences: it counts 94 % of Llama-3.1-70B's FLOPs with 8,192 tokens, 45 % with 131,072. <!-- erratum: PL-01 -->
 #   <!-- claim: [round(100 * f["6N"] / f["causal"]) for f in (planner.plans.flops_per_token(__import__("dataclasses").replace(config.ModelConfig.named("llama-3.1-70b"), seq_len=s)) for s in (8192, 131072))] == [94, 45] -->
 #
 # **16 bytes for each parameter** (ZeRO, of states). True of whole states: ZeRO-1 over four ranks has 9 with fp32 gradients. <!-- erratum: MS-01 -->
@@ -724,13 +742,13 @@ print(export("megatron", llama, tied))
 #
 # > - Every axis divides something else, and stops where a rank computes too little for each byte that it sends: tokens for ZeRO-3, width for tp. ZeRO-3 on 64 ranks, with 8,192 tokens, has 6,241 FLOP per byte; an H100 asks for 1,670 on NVLink, 15,000 on one network link.
 # >   <!-- claim: (lambda r: round(r.products / r.link))(planner.Rates.of(config.Hardware.named("H100"))) == 1670 -->
-# > - A step ends where the fullest rank is full: count it with its own layers, its own micro-batches, and every axis.
-# > - Five numbers, fitted to five runs, predict 17 others with a mean error of 2.9 % and 7.3 % at worst; one rate and 6N with 26 % and 54 %, with attention's FLOPs as well 18 % and 44 %. Usual rates with one fitted factor: 3.9 % and 7.7 %.
+# > - A plan fails where the fullest rank is full: count it with its own layers, its own micro-batches, and every axis.
+# > - Five numbers, fitted to five runs, predict 17 others with a mean error of 2.9 % (7.3 % at worst). One rate with 6N has 26 % (54 %), with attention's FLOPs as well 18 % (44 %), usual rates with one fitted factor 3.9 % (7.7 %).
 # >   <!-- claim: (lambda runs, device: (lambda five: (lambda off: [round(100 * float(abs(off).mean()), 1), round(100 * float(abs(off).max()), 1)])(planner.residuals([r for r in runs if r not in five], planner.calibrate(five, device))))(planner.which_runs(runs, device)))(planner.measured(), config.Hardware.named("B200")) == [2.9, 7.3] -->
-# > - Of 16,524 legal plans for Llama-3.1-70B on 64 H100 3,681 fit, and 13 are within 3 % of the best. (Of Llama-3.1-8B's 75 % fit.)
+# > - Of 16,524 legal plans for Llama-3.1-70B on 64 H100, 3,681 fit, and 13 are within 3 % of the best. (Of Llama-3.1-8B's 75 % fit.)
 # >   <!-- claim: (lambda found, small: [len(found), int(found.fits.sum()), len(found.ties), round(100 * float(small.fits.mean()))])(*(planner.search(__import__("dataclasses").replace(claims.llama_on_64_h100(), model=__import__("dataclasses").replace(config.ModelConfig.named(name), seq_len=8192))) for name in ("llama-3.1-70b", "llama-3.1-8b"))) == [16524, 3681, 13, 75] -->
-# > - A best plan is best under its assumptions. Switch each off, and defend the plan that loses least: here one with ZeRO-1, where the winner may lose 67 %.
-# > - What a plan holds and sends can be proven before any GPU is there, for the code that runs, here the course's. Seconds cannot.
+# > - A best plan is best under its assumptions. Switch each off, and defend the plan that loses least: here one with ZeRO-1, since the winner may lose 67 %.
+# > - What a plan holds and sends can be proven before any GPU is there, for the code that then runs (here the course's). Seconds cannot.
 #
 # On your own cluster: make five short runs that differ much, fit, search, prove the bytes.
 

@@ -41,7 +41,7 @@ def curves(
     lines: formulas, or whole histories
     measured: filled markers, of the color of the line with the same name
     guess: a point (x, y)
-    log: the logarithmic axes, "x", "y" or "xy"; unit: of y, written as by `units.text`
+    log: the logarithmic axes, "x", "y" or "xy"; unit: of y, as by `units.text`, or "%" of a share
     """
     runs = {name: _series(name, values, x) for name, values in style.spaced(lines).items()}
     dots = {name: _series(name, values, x) for name, values in style.spaced(measured or {}).items()}
@@ -114,7 +114,7 @@ def _places_on_x(axes: Axes, places: Sequence[float]) -> None:
 
 def _tell_series(runs: Mapping, dots: Mapping, unit: str) -> str:
     def short(value: float) -> str:
-        return units.text(value, unit) if unit else f"{value:.3g}"
+        return style.amount(value, unit) if unit else f"{value:.3g}"
 
     said = []
     for name, (at, rows) in runs.items():

@@ -209,12 +209,25 @@ def whole_ticks(axis: matplotlib.axis.Axis) -> None:
     axis.set_major_locator(locator)
 
 
+def amount(value: float, unit: str, digits: int = 3) -> str:
+    """A number as `units.text` writes it, or a share in percent.
+
+    >>> amount(0.0213, "%"), amount(2, "%"), amount(1500, "B")
+    ('2.13 %', '200 %', '1.50 kB')
+    """
+    if unit == "%":
+        return f"{float(f'{100 * value:.{digits}g}'):g} %"
+    return units.text(value, unit, digits=digits)
+
+
 def in_units(axis: matplotlib.axis.Axis, unit: str) -> None:
     """Ticks of a logarithmic axis written as amounts of `unit`: 1 kB, 1 MB; 10 µs, 1 ms; none
-    between them."""
+    between them. Of "%": 1 %, 2 %, 5 %, 10 %."""
     axis.set_major_formatter(
-        matplotlib.ticker.FuncFormatter(lambda value, _: units.text(value, unit, digits=1))
+        matplotlib.ticker.FuncFormatter(lambda value, _: amount(value, unit, digits=1))
     )
+    if unit == "%" and axis.get_scale() == "log":
+        axis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
     axis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 

@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -108,8 +108,8 @@ def _rows() -> tuple[dict[str, str], ...]:
 def swept(part: str, by: str = "batch", less: str = "", **wanted: object) -> dict[float, Mean]:
     """Means over seeds of a part of the sweep, by a column of numbers.
 
-    part: "base", "rules", "betas", "widths" (loss in nats), "warm-up", "rates" (error in %),
-        "steps" (to a target)
+    part: "base", "finer", "rules", "betas", "widths" (loss in nats), "warm-up", "rates" (error in
+        %), "steps" (to a target)
     less: a rule, whose value with the same seed is taken off each
     wanted: other columns: optimizer, norm, batch, rule, lr, target (of "widths" the width)
     """
@@ -130,6 +130,26 @@ def _values(part: str, by: str, wanted: dict[str, object]) -> dict[float, list[f
     if not values:
         raise ValueError(f"the sweep has no rows of {part!r} with {wanted}")
     return values
+
+
+def lowest(found: Mapping[float, tuple[float, float]]) -> float:
+    """The rate at the bottom of a parabola over log lr, through the smallest mean and the two next
+    to it.
+
+    found: a mean and its error at each rate
+
+    Raises ValueError if the smallest is the first or the last.
+
+    >>> lowest({1.0: (2.0, 0.1), 2.0: (1.0, 0.1), 4.0: (2.0, 0.1)})
+    2.0
+    """
+    rates, losses = list(found), [value for value, _ in found.values()]
+    at = losses.index(min(losses))
+    if not 0 < at < len(losses) - 1:
+        raise ValueError(f"the best rate, {rates[at]:g}, is the first or the last that was tried")
+    left, middle, right = losses[at - 1 : at + 2]
+    steps = (left - right) / 2 / (left - 2 * middle + right)
+    return rates[at] * (rates[at + 1] / rates[at]) ** steps
 
 
 def fewest_steps(optimizer: str, target: float) -> dict[int, tuple[float, Mean]]:
