@@ -333,6 +333,8 @@ plots.curves(
 
 # %% [markdown]
 # ### Further: whose errors are they?
+#
+# By how much are the runs of each layout predicted too slow (+) or too fast (−)?
 
 
 # %%
@@ -346,21 +348,21 @@ for name in dict.fromkeys(map(layout, others)):
     print(f"{name:16} {min(its):+.1%} to {max(its):+.1%}")
 
 # %% [markdown]
-# tp = 4 is predicted too slow in every run and tp = 8 too fast, up to 12 % apart. Runs of one layout differ by 5 % at most: trust a comparison within a layout further than one between two.
+# **Trust a comparison within a layout further than one between two.** Runs of one layout differ by 5 % at most. But tp = 4 is too slow in every run and tp = 8 too fast, up to 12 % apart.
 
 # %% [markdown]
 # ### Further: was it counting, or fitting?
 #
-# Leave the usual shares of a data sheet as they are, and fit *one* factor for all of them:
+# Which lowers the error, that five kinds of work are counted or that five rates are fitted? Take the usual shares of a data sheet, and fit only *one* factor for all five:
 
 # %%
 usual = rates.Rates.assumed(b200)
 factor = np.median(1 + planner.residuals(five, usual))
 alike = (1 + planner.residuals(others, usual)) / factor - 1
-print(f"usual ones, one factor: {abs(alike).mean():.1%}, {abs(alike).max():.1%}")
+print(f"one factor: mean {abs(alike).mean():.1%}, worst {abs(alike).max():.1%}")
 
 # %% [markdown]
-# Is each of the five needed? Leave one out, and fit the other four to the same five runs. And what takes the time in a short and in a long sequence?
+# Is each of the five needed? Leave one kind of work out, and fit the rates of the other four to the same five runs:
 
 # %%
 done = np.array([rates.work_of(run, usual) for run in runs])
@@ -371,6 +373,9 @@ for kind in range(5):
     x = rates.fit_rates(done[fives][:, four], took[fives], begin[four], unsure)
     left = abs(done[~fives][:, four] @ x / took[~fives] - 1)
     print(f"no {rates.NAMES[kind]:9} mean {left.mean():.0%}, worst {left.max():.0%}")
+
+# %% [markdown]
+# Where does the time go, in a short and in a long sequence?
 
 # %%
 unit = [*(1 / getattr(fitted, name) for name in rates.NAMES[:4]), fitted.kernel]
@@ -443,7 +448,7 @@ for chunks in (1, 2, 5, 8):
 # | planner | 55 | 28 | 15 |
 # | planner, one link | 70 | 70 | 70 |
 #
-# On 1,536 GPUs a rank computes half as much as on 768, and the step takes as long. So messages decide: a rank sends the same bytes on any number of ranks. In the last row *one* link of each node carries the ring, not eight: 14 % too fast, then twice 5 % too slow. Three steps cannot prove it. But one run on 768 GPUs would have told the rate of the links, and so the step on 1,536.
+# On 1,536 GPUs a rank computes half as much as on 768, and the step takes as long. So messages decide: a rank sends the same bytes on any number of ranks. In the last row *one* link of each node carries the ring, not eight: the first step comes out 12 s too fast, the others 3 s too slow. Three steps cannot prove it. But one run on 768 GPUs would have told the rate of the links, and so the step on 1,536.
 #
 # So the five numbers belong to a device *and a stack*: fit them to runs of yours, of which one sends as your plan will.
 
