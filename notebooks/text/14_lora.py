@@ -329,7 +329,7 @@ whole = {
 reveal("7b/step", GB=round(whole["LoRA over nf4"].total / 1e9, 1))
 
 # %% [markdown]
-# Two ways out compute nothing again: rows of 1,024 tokens (20.1 GB over bf16), or adapters on queries and values alone (23.1 GB over NF4, by a hair). For adapters on all layers and 4,096 tokens you need checkpointing (lab 04): `checkpointing.apply(model, "full")` changes no bit of loss or gradient (tested). Each layer adds the same bytes: dry runs of two and of three give those of all 32.
+# Rows of 1,024 tokens would fit (20.1 GB over bf16), and adapters on queries and values alone (23.1 GB over NF4, by a hair). Else you need checkpointing (lab 04): `checkpointing.apply(model, "full")`. Each layer adds the same bytes, so dry runs of two and three give those of all 32.
 #   <!-- claim: (lambda m, step: [round(each.total / 1e9, 1) for each in (step(__import__("dataclasses").replace(m, seq_len=1024), rank=16), step(m, rank=16, pattern=("query", "value"), frozen="nf4"))])(config.ModelConfig.named("llama-2-7b"), rigs.lora.at_the_loss) == [20.1, 23.1] -->
 
 # %%
@@ -342,7 +342,7 @@ title = "Recomputation makes it fit 24 GB: most of a step is activations"
 plots.memory_bars(**whole, capacity=card, title=title)
 
 # %% [markdown]
-# LoRA over bf16 now fits, in 16.0 GB, and over NF4 in 7.
+# Now LoRA over bf16 takes 16.0 GB, over NF4 7.
 
 # %% [markdown]
 # ## Further: what does it cost in time?
@@ -534,9 +534,9 @@ enough = min(r for r, share in shares.items() if min(share) > 0.95)
 reveal("update/rank", values=enough)
 
 # %% [markdown]
-# Cut to rank 4, full fine-tuning's own update still adds right: this task needs few directions, as LoRA presumes. (At twice the rate four values leave 90 % right, eight 99 %. To base 9 two are enough.) But it is not LoRA's update: with embeddings, norms and head of base 10, which LoRA keeps, not even all 64 are enough.
+# Cut to rank 4, full fine-tuning's own update still adds right: this task needs few directions, as LoRA presumes. (At twice the rate four leave 90 %; to base 9 two are enough.) But it is not LoRA's update: with embeddings, norms and head of base 10, which LoRA keeps, not even all 64 are enough.
 #
-# Several adapters may stand beside one frozen model, and one is active at a time. On disk an adapter is A and B alone (`lora.state`).
+# Several adapters may stand beside one frozen model. On disk each is A and B alone (`lora.state`).
 #
 # **Which learning rate, and which r?** Recorded beforehand, 60 steps, α = 32 and five seeds for each point, by `python tools/lora_sweep.py`. The band is the range of the seeds:
 
