@@ -377,10 +377,10 @@ reveal("buckets/one-each", ms=round(1e3 * backward(1).makespan))
 #
 # $$ B \;\ge\; \frac{2N\lambda}{T/S - 2/\mathrm{bw}}. $$
 #
-# Here that is 18 MB, on links of 30 GB/s 4 MB. Where the denominator is not positive, no bucket keeps up. DDP's default is 25 MiB. Megatron-LM's grows with N, as this bound does.
+# Here that is 18 MB, on links of 30 GB/s 4 MB, on a ring of 1024 ranks 580 MB. Where the denominator is not positive, no bucket keeps up. DDP's default is 25 MiB. Megatron-LM's grows with N, as this bound does.
 # <!-- claim: (lambda sizes: [round(2 * 32 * 1e-5 / (0.08 / sum(sizes) - 2 / bw) / 1e6) for bw in (1e10, 3e10)] + [round(2 * 1024 * 1e-5 / (0.08 / sum(sizes) - 2 / 1e10) / 1e6, -1)] + [data_parallel.backward_timeline([(n, 0.08 * n / sum(sizes)) for n in sizes], bucket_bytes=18_000_000, n=32, link=config.Link(1e-5, 1e10)).makespan < min(data_parallel.backward_timeline([(n, 0.08 * n / sum(sizes)) for n in sizes], bucket_bytes=b, n=32, link=config.Link(1e-5, 1e10)).makespan for b in (9_000_000, 36_000_000))])([p.nbytes for p in __import__("labutils.model").model.GPT(config.ModelConfig.named("gpt2")).blocks.parameters()]) == [18, 4, 580, True] -->
 #
-# On a ring of 1024 ranks the bound is 580 MB, more than the 340 that there are: no bucket keeps up, and latency decides. Milliseconds with buckets of 25 MB, of 200 MB, and with one for all:
+# On 1024 ranks that is more than the 340 MB there are: no bucket keeps up, and latency decides. Milliseconds with buckets of 25 MB, of 200 MB, and with one for all:
 
 # %%
 on_1024 = dict(n=1024, link=link)

@@ -420,11 +420,13 @@ class _Repaired(nn.Module):
         return None
 
     def flush(self):
-        sums = self.comm.all_reduce(torch.cat([p.grad.flatten() for p in self.waiting]))
-        for p in self.waiting:
-            mine, sums = sums[: p.numel()], sums[p.numel() :]
-            p.grad.copy_(mine.view_as(p) / self.comm.size)
-        self.waiting.clear()
+        flat = torch.cat([p.grad.reshape(-1) for p in self.waiting])
+        self.comm.all_reduce(flat, out=flat)
+        at = 0
+        while self.waiting:
+            p = self.waiting.pop(0)
+            p.grad = (flat[at : at + p.numel()] / self.comm.size).reshape(p.shape)
+            at += p.numel()
 
     def no_sync(self):
         return self.context

@@ -444,16 +444,6 @@ def _why(seen: _Seen, rank: int, step: int, wrong: list[str], hint: str) -> tupl
             f"the first digits of the {name} gradient are right",
             "A shorter format on the way: reduce gradients in the dtype that they have.",
         )
-    if (found - right).norm() < 0.02 * right.norm():
-        return (
-            f"the first two digits of the {name} gradient are right",
-            "A shorter format on the way: reduce gradients in the dtype that they have.",
-        )
-    if n > 1 and is_(torch.stack([seen.alone(r, step)[name] for r in range(n)]).amax(0)):
-        return (
-            f"{name} holds the largest of all ranks' gradients, number for number",
-            "The mean is a sum, divided: all_reduce without \"max\".",
-        )
     if n > 1 and is_(seen.alone(0, step)[name]) and _near(seen.gradients[1][step][name], found):
         return (
             f"all ranks have the {name} gradient of rank 0",
@@ -484,16 +474,32 @@ def _why(seen: _Seen, rank: int, step: int, wrong: list[str], hint: str) -> tupl
             f"the gradient of {name} is made of weights",
             "The hook is given the *parameter*, not its gradient: reduce parameter.grad.",
         )
+    each = torch.stack([seen.alone(r, step)[name] for r in range(n)])
+    return _what_else(name, found, right, each) or (
+        f"{name} does not hold the gradient of the whole batch",
+        hint or "It is the mean over ranks of what each rank computes for itself.",
+    )
+
+
+def _what_else(name: str, found: Tensor, right: Tensor, each: Tensor) -> tuple[str, str] | None:
+    """What a gradient is that is near the right one, or made of the ranks' own in another way."""
+    if (found - right).norm() < 0.02 * right.norm():
+        return (
+            f"the first two digits of the {name} gradient are right",
+            "A shorter format on the way: reduce gradients in the dtype that they have.",
+        )
+    if len(each) > 1 and _near(found, each.amax(0), rtol=1e-6, atol=1e-12):
+        return (
+            f"{name} holds the largest of all ranks' gradients, number for number",
+            'The mean is a sum, divided: all_reduce without "max".',
+        )
     factor = ((found * right).sum() / right.square().sum()).item()
-    if factor and is_(factor * right):
+    if factor and _near(found, factor * right, rtol=1e-6, atol=1e-12):
         return (
             f"the gradient of {name} is {factor:.3g} times what it should be",
             "Divide the sum by the number of ranks, comm.size, and by nothing else.",
         )
-    return (
-        f"{name} does not hold the gradient of the whole batch",
-        hint or "It is the mean over ranks of what each rank computes for itself.",
-    )
+    return None
 
 
 def _numbers() -> int:

@@ -217,15 +217,15 @@ def _measured(b: int, s: int, h: int, a: int, g: int, size: int) -> int:
     return measure.saved_activations(lambda: attention(x), attention).total
 
 
+_MASK = "The causal mask need not be kept: it is added, and adding reads nothing."
+
+
 def _misread(right: int, b: int, s: int, h: int, a: int, g: int, size: int) -> dict[int, str]:
     """What it usually means to predict so many bytes too many."""
     sbh, scores, narrow = size * s * b * h, size * a * s * s * b, size * s * b * (h // a) * g
-    head = scores // a
-    mask = "The causal mask need not be kept: it is added, and adding reads nothing."
+    masks = (count * s * s for count in (1, b, b * a, size, size * b))  # of bytes, or of numbers
     return {
-        s * s: mask,
-        b * s * s: mask,
-        b * a * s * s: mask,
+        **dict.fromkeys(masks, _MASK),
         size * a * b * s - scores: (
             "A number for each row of the scores is what fused attention keeps (lab 06). Plain "
             "attention keeps the softmax itself, as²b."
@@ -257,11 +257,9 @@ def _misread(right: int, b: int, s: int, h: int, a: int, g: int, size: int) -> d
         -scores // 2: (
             "The mask makes half of the scores 0, but an s×s matrix keeps its zeros as well."
         ),
-        head - scores: "Every head has an s×s matrix of its own.",
+        scores // a - scores: "Every head has an s×s matrix of its own.",
         scores // b - scores: "Each sequence has scores of its own: they are as²b.",
-        size * s * s: mask,
-        size * b * s * s: mask,
-        head * g - scores: (
+        scores // a * g - scores: (
             "Every query head has an s×s matrix of its own, also those that share a key."
         ),
         size * (2 * h * h + 2 * h * (h // a) * g): (
