@@ -548,7 +548,7 @@ reveal("accumulation/bytes", times=sent[False] // sent[True])
 # |---|---|---|---|
 # | weights | rank 0's at the start | change them by the optimizer alone | replicas drift apart |
 # | order | buckets leave in one order | call your own collectives in one order | wrong sums, or a deadlock |
-# | gradients | it waits for all of them | use every parameter, or set `find_unused_parameters`: what does not come counts as 0 | an error: a bucket never fills |
+# | gradients | it waits for all of them | use every parameter, or set `find_unused_parameters`: what does not come from a rank counts as 0, and what comes from none stays None | an error: a bucket never fills |
 # | skipped steps (lab 02) | equal gradients | look for inf, and clip, *after* the reduction | the rank with the inf skips alone, and the others step along it |
 # | steps | nothing | make equally many (exercise 8.1), or use `join()` | a deadlock |
 # | targets | a mean over ranks | take equally many, or weigh by `data_parallel.share` of their number | *shown below* |
