@@ -786,3 +786,20 @@ def test_what_is_added_to_a_weight_is_rounded_once():
     exact = (weight.double() + delta.double()).to(torch.bfloat16)
     assert torch.equal(layer.base.weight, exact) and not layer.base.weight.requires_grad
     assert not torch.equal(exact, weight + delta.to(torch.bfloat16))
+
+
+def test_the_first_step_moves_a_weight_by_the_root_of_the_rank():
+    """Adam moves every number of B by the rate; the rows of A are drawn, so what they add up to
+    grows as √r, not as r."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    moved = {}
+    for rank in (1, 4, 16):
+        draw = torch.Generator().manual_seed(1)
+        layer = lora.wrap(nn.Linear(256, 256), rank=rank, alpha=rank, generator=draw)
+        adapter = layer.adapters["default"]
+        optimizer = torch.optim.Adam(adapter.parameters(), lr=1e-3)
+        layer(x).square().mean().backward()
+        optimizer.step()
+        moved[rank] = adapter.delta().norm().item()
+    assert moved[4] / moved[1] == pytest.approx(2, rel=0.15)
+    assert moved[16] / moved[1] == pytest.approx(4, rel=0.15)

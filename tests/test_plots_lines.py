@@ -112,3 +112,24 @@ def test_ticks_of_long_numbers_do_not_stand_on_each_other():
         axes = plots.curves(places, title="t", xlabel="x", ylabel="y", log="x", a=places).figure.axes[0]  # fmt: skip
         labels = [label.get_text() for label in axes.get_xticklabels()]
         assert labels == (said or ["1", "2", "90"])
+
+
+def test_an_axis_with_few_powers_of_ten_has_plain_numbers():
+    said = dict(xlabel="x", ylabel="y", title="T", log="xy")
+    narrow = plots.curves(range(20, 50), a=range(40, 70), **said).figure.axes[0]
+    wide = plots.curves(range(20, 50), a=[10.0**k for k in range(30)], **said).figure.axes[0]
+    for axes in (narrow, wide):
+        axes.figure.canvas.draw()
+    written = {
+        label.get_text() for minor in (True, False) for label in narrow.get_yticklabels(minor)
+    }
+    assert {"40", "50", "60"} <= written and not any("10^" in text for text in written)
+    assert any("10^" in label.get_text() for label in wide.get_yticklabels())
+
+
+def test_a_broad_line_lies_under_the_others():
+    said = dict(xlabel="x", ylabel="y", title="T", broad=["b"])
+    lines = plots.curves([1, 2], a=[1, 2], b=[1, 2], **said).figure.axes[0].lines
+    first, second = lines[:2]
+    assert second.get_linewidth() > 2 * first.get_linewidth()
+    assert second.get_zorder() < first.get_zorder()

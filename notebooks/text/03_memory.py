@@ -603,7 +603,8 @@ plots.memory_map(title=title, asked=6 * units.GIB, capacity=10 * units.GIB, **la
 
 # %% [markdown]
 # `max_split_size` leaves blocks above that size whole: the state gets a segment of its own, and the hole waits for the next batch. `expandable_segments` reserves addresses instead of memory: the segment grows
-# by the 1 GiB that is missing. (It grows in pages of 20 MiB.) Neither helps the eight tensors of 5 MiB: between their holes lies what is in use, and no allocator moves that.
+# by the 1 GiB that is missing. Neither helps the eight tensors of 5 MiB: no allocator moves what is in use, and a segment that can grow comes and goes in pages of 20 MiB. For eight tensors of 10 MiB it is even worse. By default each has a segment of its own, which goes back, and 20 MiB fit. In pages of 20 MiB they do not: a tensor stays in each.
+# <!-- claim: [(lambda gpu: [[gpu.free(a) for a in [gpu.alloc(10 * 2**20) for _ in range(8)][::2]], gpu.empty_cache(), gpu.available][2] >= 20 * 2**20)(memory.Allocator(80 * 2**20, **o)) for o in ({}, dict(expandable_segments=True))] == [True, False] -->
 # <!-- claim: [(lambda gpu: [[gpu.free(a) for a in [gpu.alloc(5 * 2**20) for _ in range(8)][::2]], gpu.largest_free < 10 * 2**20, gpu.available][1:])(memory.Allocator(40 * 2**20, **o)) for o in (dict(max_split_size=21 * 2**20), dict(expandable_segments=True))] == [[True, 0]] * 2 -->
 #
 # On a real step what is *reserved*, the segments, is more than what is *allocated*, the blocks in use: lab 00 replays GPT-2's first steps on such a device.

@@ -148,7 +148,7 @@ plots.plan_animation(checkpointing.segments(9, 3).timeline)
 #
 # ### Further: and a model of 1.5 billion parameters?
 #
-# GPT-2 XL with 32 sequences of 1024 tokens: ZeRO counts 12 tensors of 105 MB in each of 48 layers, scores left out. One of the twelve is the layer's output, the others are its interior.
+# Take GPT-2 XL with 32 sequences of 1024 tokens. The ZeRO paper counts 12 tensors of 105 MB in each of 48 layers, without scores. One of the twelve is the layer's output; the others are its interior.
 
 # %%
 s, h, L = ModelConfig.named("gpt2-xl").letters("s h L")
@@ -158,7 +158,7 @@ plans = {k: checkpointing.segments(L, k) for k in (1, 4, 6, 8, 12, 16, 24, 48)}
 {k: units.text(plan.on(gpt2).peak) for k, plan in plans.items()}
 
 # %% [markdown]
-# The paper says "about 8 GB" (ZeRO, section 3.2), and not with which plan: 8 segments come near it. An open layer costs 12 units and a kept input 1, so $k + 12\,n/k$ is to be minimized: $k = \sqrt{12 \cdot 48} = 24$, a segment of every *second* layer.
+# The paper says "about 8 GB" (section 3.2) without naming its plan; 8 segments come near it. Now the interiors move the optimum. A kept input costs 1 unit, and each layer of the open segment costs 12. So k segments hold about $k + 12\,n/k$, which is least at $k = \sqrt{12 \cdot 48} = 24$: two layers in each segment.
 
 # %% [markdown]
 # ### Exercise 4.1 · Write a plan (20 min, ●●○)
@@ -188,8 +188,8 @@ show(checkpointing.plans._unroll)
 # %% [markdown]
 # ## Further: what is the best plan for the memory you have?
 #
-# Segments compute most layers twice. If there is less memory than for $2\sqrt n$ values, segments can be cut into segments again, and a layer is computed three times, four times.
-# What is the optimum?
+# Segments compute most layers twice. If memory does not even hold $2\sqrt n$ values, cut the segments into segments again, and compute a layer three or four times.
+# Which cuts need the fewest evaluations?
 #
 # > 100 equal layers, and room for 10 *snapshots*: values that are kept for later, the input among them. How many forward evaluations does the best plan need?
 
@@ -202,11 +202,10 @@ predict("checkpointing/best-plan", evaluations=1000)
 #
 # $$ e(n, c) = \min_{1 \le m < n}\; \bigl[\, m + e(n-m,\, c-1) + e(m,\, c) \,\bigr]. $$
 #
-# The recurrence ends in two places: one layer needs one evaluation, $e(1, c) = 1$, and with $x_0$ as the only snapshot every layer starts from $x_0$ again, $e(n, 1) = n(n+1)/2$. (What is held at the peak is a little more than c: the values of the layer that is being computed. In the first picture 4 snapshots
-# hold 6 values.)
+# The recurrence ends in two places. One layer needs one evaluation: $e(1, c) = 1$. And with $x_0$ as the only snapshot every layer starts from $x_0$ again: $e(n, 1) = n(n+1)/2$.
+# (The layer that is being computed has values of its own: in the first picture 4 snapshots hold 6.)
 #
-# Griewank and Walther solved this in closed form. With $\binom{c+r}{c}$ layers no layer is computed more than r times before it is recorded; take the least r for which that is
-# at least n:
+# Griewank and Walther solved this in closed form. If each layer may be computed r times before it is recorded, c snapshots reach $\binom{c+r}{c}$ layers. Take the least r that reaches n:
 #
 # $$ e(n, c) = (r+1)\,n - \binom{c+r}{c+1}. $$
 #
@@ -267,13 +266,13 @@ for which, i in {"first": 0, "second": 1, "last": -1}.items():
     print(f"{which:6} stage: {units.text(stage.forward, 'FLOP')}, {amounts}")
 
 # %% [markdown]
-# The same recurrence works with bytes in place of snapshots, and one more choice: a stage may be *recorded* in the first sweep, where its interior is small
-# or memory is plenty. Let $w_i$ be the FLOPs of one evaluation of stage i. To take stages $i \dots j$ backward with R bytes of room besides $x_i$, either record stage i first (its cost once, its interior and output held until the end), or go on to some $x_m$,
-# keep it, and come back:
+# The same recurrence works, with bytes in place of snapshots and with one choice more: a stage may be *recorded* in the first sweep, where its interior is small or memory is plenty.
+#
+# Let $w_i$ be the FLOPs of one evaluation of stage i. You have to take stages $i \dots j$ backward, with R bytes of room besides $x_i$. Either record stage i at once; its interior and output are then held until the end. Or go on to some $x_m$, keep it, and come back:
 #
 # $$ C(i, j, R) = \min \begin{cases} w_i + C(i+1,\, j,\; R - \text{interior}_i - \text{output}_i) \\ \min_m\; \bigl[\, w_i + \dots + w_{m-1} + C(i,\, m-1,\; R) \\ \qquad\quad + C(m,\, j,\; R - \text{size}(x_m)) \,\bigr] \end{cases} $$
 #
-# With no stage left C is 0, and where R would be negative there is no plan. `frontier` solves it for every budget at once (Beaumont et al. do it for one) and returns all trades worth making between whole stages.
+# With no stage left C is 0; where R would be negative there is no plan. `frontier` solves it for all budgets at once (Beaumont et al. for one), and returns every trade of whole stages that is worth making.
 
 # %% [markdown]
 # > The full step holds 33 MB of activations. With half of that, how much more do you compute, in percent of a forward pass?
@@ -414,18 +413,18 @@ ways["torch"] = lambda x: torch_checkpoint(block, x, use_reentrant=False)
 #
 # ### Further: reentrant or not
 #
-# There are two ways to build it. The older one is an `autograd.Function` like `Careless`: its backward pass starts another backward pass
-# inside (it *reenters* autograd). A Function sees its tensor arguments and not the weights inside `fn`. So if the input needs no gradient (tokens, a frozen
-# layer below, LoRA), the output needs none either, and the weights get nothing. Of the three from above only "careless" is a Function:
+# There are two ways to build `checkpoint`. The older one is an `autograd.Function` like `Careless`. Its backward pass starts another backward pass inside: it *reenters* autograd.
+#
+# A Function sees its tensor arguments, and not the weights inside `fn`. If the input needs no gradient (tokens, a frozen layer below, LoRA), its output needs none either, and the weights get nothing. With such an input, does the output need a gradient?
 
 # %%
 frozen = torch.randn(4, 64, 64)  # needs no gradient
 {name: way(frozen).requires_grad for name, way in ways.items()}
 
 # %% [markdown]
-# PyTorch's `use_reentrant=True` is such a Function. It returns an output that needs no gradient, too, and warns: "None of the inputs have requires_grad=True. Gradients will be None".
+# Only "careless" is a Function. PyTorch's `use_reentrant=True` is one, too: its output needs no gradient either, and it warns: "None of the inputs have requires_grad=True. Gradients will be None".
 #
-# The newer way, `use_reentrant=False` and ours, records the graph as usual and empties its slots with hooks: weights are seen, and the second run can stop early. Use that one.
+# The newer way, ours and PyTorch's with `use_reentrant=False`, records the graph as usual and empties its slots with hooks. So it sees the weights, and its second run can stop early. Use it.
 
 # %% [markdown]
 # ### Exercise 4.3 · Write checkpoint (30 min, ●●●)
@@ -524,7 +523,7 @@ print(f"full, with dropout after `down`: {dropped:.1%}")
 #
 # ### Further: does a large model have 33 %?
 #
-# What the head takes away depends on its part of the forward pass, which grows with the vocabulary and falls with width, layers and length. What an early stop saves is the part of `down`: with SwiGLU it is smaller, and with long sequences most of the work is attention. Both parts, and what they make of the 33 %:
+# Two things lower the 33 %. The head is not computed again: its part of the forward pass grows with the vocabulary, and falls with width, layers and length. An early stop leaves out `down`: its part is smaller with SwiGLU, and with long sequences, where attention does most of the work. Both parts, and what is left:
 
 # %%
 sizes = {"gpt3-175b": (2048,), "llama-3.1-8b": (4096, 131072)}
@@ -539,13 +538,12 @@ for name, s in ((name, s) for name, lengths in sizes.items() for s in lengths):
     print(f"; to the end {to_the_end:.1%}, early {early:.1%}")
 
 # %% [markdown]
-# So 33 % holds without an early stop, and where the head is a small part of the forward pass. Size alone does not decide: a head of 128 000 words is 6 % of the forward pass of 8 billion parameters and 0.5 % of that of 405 billion.
+# So a model has 33 % if it recomputes to the end and its head is small. The same head of 128 000 words is 6 % of the forward pass in a model of 8 billion parameters, and 0.5 % in one of 405 billion.
 
 # %% [markdown]
 # ### Further: time is not FLOPs
 #
-# Korthikanti et al. (table 4) timed one layer of a 22B model: 7.7 ms forward, 11.9 ms backward. The backward pass is 1.55 times as long,
-# not 2 times, so one more forward pass weighs more:
+# Korthikanti et al. (table 4) timed one layer of a 22B model: 7.7 ms forward, 11.9 ms backward. So the backward pass takes 1.55 times as long as the forward pass, not twice, and one more forward pass weighs more:
 #
 # $$ \text{overhead} = \frac{1}{1 + \rho}, \quad \rho = \frac{\text{backward}}{\text{forward}}. $$
 
@@ -557,10 +555,9 @@ print(f"predicted, full {forward / both:.1%}", end="; timed")
 print("", *(f"{policy} {ms / both - 1:.1%}" for policy, ms in timed.items()))
 
 # %% [markdown]
-# The formula with the timed ratio gives 39.3 %, the clock 38.8 %. 30 to 40 % means a $\rho$ between 2.3 and 1.5.
+# The formula with the timed ratio gives 39.3 %, and the clock 38.8 %. Whoever says "30 to 40 %" has a $\rho$ between 2.3 and 1.5.
 #
-# **And the clock on your machine?** A narrow GPT and one eight times as wide, full recomputation with the early stop: FLOPs; the formula, $\rho$ measured and the part of the forward pass that is computed again taken from the FLOPs; seconds of the processor.
-# (Times differ between machines and runs.)
+# **And the clock on your machine?** Take a narrow GPT and one eight times as wide, both with full recomputation and the early stop. Three numbers each: the extra FLOPs; what the formula makes of them with your machine's $\rho$; the extra seconds.
 
 # %% tags=["nbval-ignore-output"]
 for width, s, b in ((64, 64, 8), (512, 128, 2)):
@@ -573,12 +570,12 @@ for width, s, b in ((64, 64, 8), (512, 128, 2)):
     print(f"by the clock {sum(full) / both - 1:.0%}")
 
 # %% [markdown]
-# In the wide model products fill more of the time, and the clock comes nearer to the FLOPs. In the narrow one norms, softmax, GELU and Python weigh more: they are computed again too, and no FLOP counter sees them.
+# In the wide model products fill more of the time, and the clock comes nearer to the FLOPs. In the narrow one norms, softmax, GELU and Python weigh more, and no FLOP counter sees them.
 
 # %% [markdown]
 # ## Further: which part is cheapest to compute again?
 #
-# One layer holds, by Korthikanti's count, $34\,sbh$ bytes plus $5\,a s^2 b$ for the scores and what softmax and dropout make of them.
+# By Korthikanti's count one layer holds $34\,sbh$ bytes, and $5\,a s^2 b$ more for the *core* of attention: the scores, and what softmax and dropout make of them.
 #
 # > GPT-3: a = 96, s = 2048, h = 12 288. If only the attention core is computed again, what part of the activations goes away?
 
@@ -592,7 +589,7 @@ core = 5 * a * s / h  # 5as²b in units of sbh
 reveal("checkpointing/selective", percent=round(100 * core / (34 + core), 2))
 
 # %% [markdown]
-# 70 % of the memory, with dropout and plain attention. In FLOPs the core (the two products of attention) is s/6h of the products with weights, 2.8 %, and to compute it once more adds to a step:
+# 70 % of the memory goes away, with dropout and plain attention. And the price? The core's FLOPs are the two products of attention, s/6h of the products with weights: 2.8 %. To compute them once more adds to a step:
 
 # %%
 {
@@ -601,8 +598,7 @@ reveal("checkpointing/selective", percent=round(100 * core / (34 + core), 2))
 }
 
 # %% [markdown]
-# That is *selective* recomputation, the paper's proposal. FlashAttention has since moved it into the kernel (lab 06). On our GPT it is a policy,
-# and lab 03's formula predicts each:
+# That is *selective* recomputation, the paper's proposal; FlashAttention has since moved it into the kernel (lab 06). On our GPT it is a policy, and lab 03's formula predicts what each policy keeps:
 
 
 # %%
@@ -631,12 +627,12 @@ core = 3 * checkpointing.overhead(config, "selective", early_stop=False)
 print(f"selective: {core:.2f} of a forward pass more; whole stages: {stages:.2f}")
 
 # %% [markdown]
-# In the room of *selective*, the best plan of whole stages computes several times as much again: it must take what is dear together with what is cheap.
+# With the memory of *selective*, the best plan of whole stages computes several times as much again. *Selective* takes what is cheap to compute, and a whole stage has the expensive with it.
 #
-# Is the core so large because a model is large? $5as^2b$ against $34sbh$ is $5s/d$ against 34, where $d = h/a$ is the width of a head: neither the width of the model nor its layers are in it. With heads 64 wide the two terms are equal at 435 tokens. <!-- arithmetic: round(34 * 64 / 5) == 435 -->
-# What size changes is the price: in FLOPs the core is s/6h of the products with weights, so a wide model computes it again for less.
+# Is the core so large because the model is large? Divide both terms by sbh: $5s/d$ stands against 34, where $d = h/a$ is the width of a head. Neither the width of the model nor its number of layers is in it. With heads 64 wide the two terms are equal at 435 tokens. <!-- arithmetic: round(34 * 64 / 5) == 435 -->
+# Size changes the price: at s/6h of the products with weights, a wide model computes the core again for less.
 #
-# These are bytes that wait at the *end of the forward pass*. With "full", one layer's interior comes on top during the backward pass. Where a job runs out of memory in the optimizer's step, recomputation does not help: the activations are gone by then.
+# All these bytes are counted at the *end of the forward pass*. With "full", the interior of one layer comes on top during the backward pass. In the optimizer's step recomputation does not help: the activations are gone.
 
 # %% [markdown]
 # ## In practice

@@ -373,10 +373,14 @@ plots.overlap(
 reveal("buckets/one-each", ms=round(1e3 * backward(1).makespan))
 
 # %% [markdown]
-# With a bucket for each tensor the network is busy to the end, mostly with latencies. With one bucket for all it has nothing to do until the backward pass is over. Choose buckets of several times N·λ·bw that are a
-# small part of the whole. DDP's default is 25 MiB. Megatron-LM's grows with N, as N·λ·bw does.
+# With a bucket for each tensor the network is busy to the end, mostly with latencies. With one bucket for all it has nothing to do until the backward pass is over. Best is about the smallest bucket with which the network keeps up: while it travels, the backward pass, which makes S bytes in T seconds, must not fill the next one. From $t(B) \le T\,B/S$, with N for N − 1:
 #
-# Where N·λ·bw is a large part of the whole, both cannot be had. On a ring of 1024 ranks it is 102 MB of these 340, and latency decides. Milliseconds with buckets of 25 MB, of 200 MB, and with one for all:
+# $$ B \;\ge\; \frac{2N\lambda}{T/S - 2/\mathrm{bw}}. $$
+#
+# Here that is 18 MB, on links of 30 GB/s 4 MB, on a ring of 1024 ranks 580 MB. Where the denominator is not positive, no bucket keeps up. DDP's default is 25 MiB. Megatron-LM's grows with N, as this bound does.
+# <!-- claim: (lambda sizes: [round(2 * 32 * 1e-5 / (0.08 / sum(sizes) - 2 / bw) / 1e6) for bw in (1e10, 3e10)] + [round(2 * 1024 * 1e-5 / (0.08 / sum(sizes) - 2 / 1e10) / 1e6, -1)] + [data_parallel.backward_timeline([(n, 0.08 * n / sum(sizes)) for n in sizes], bucket_bytes=18_000_000, n=32, link=config.Link(1e-5, 1e10)).makespan < min(data_parallel.backward_timeline([(n, 0.08 * n / sum(sizes)) for n in sizes], bucket_bytes=b, n=32, link=config.Link(1e-5, 1e10)).makespan for b in (9_000_000, 36_000_000))])([p.nbytes for p in __import__("labutils.model").model.GPT(config.ModelConfig.named("gpt2")).blocks.parameters()]) == [18, 4, 580, True] -->
+#
+# On 1024 ranks that is more than the 340 MB there are: no bucket keeps up, and latency decides. Milliseconds with buckets of 25 MB, of 200 MB, and with one for all:
 
 # %%
 on_1024 = dict(n=1024, link=link)
@@ -544,7 +548,7 @@ reveal("accumulation/bytes", times=sent[False] // sent[True])
 # |---|---|---|---|
 # | weights | rank 0's at the start | change them by the optimizer alone | replicas drift apart |
 # | order | buckets leave in one order | call your own collectives in one order | wrong sums, or a deadlock |
-# | gradients | it waits for all of them | use every parameter, or set `find_unused_parameters`: what does not come counts as 0 | an error: a bucket never fills |
+# | gradients | it waits for all of them | use every parameter, or set `find_unused_parameters`: what does not come from a rank counts as 0, and what comes from none stays None | an error: a bucket never fills |
 # | skipped steps (lab 02) | equal gradients | look for inf, and clip, *after* the reduction | the rank with the inf skips alone, and the others step along it |
 # | steps | nothing | make equally many (exercise 8.1), or use `join()` | a deadlock |
 # | targets | a mean over ranks | take equally many, or weigh by `data_parallel.share` of their number | *shown below* |

@@ -730,6 +730,7 @@ plots.curves(
     ylabel="time per step (ms)",
     title="Few bits pay while few sequences share a step",
     log="xy",
+    broad=["W8"],
     **{
         name: [1e3 * step_time(*kind, b) for b in sizes] for name, kind in kinds.items()
     },

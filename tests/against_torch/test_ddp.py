@@ -61,3 +61,26 @@ def test_equal_to_torch(processes):
         )
 
     assert processes.run(program) == [True] * N
+
+
+class _Branches(nn.Module):
+    """One layer for all ranks, one for rank 0, one for nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.all, self.first, self.none = (nn.Linear(2, 1, bias=False) for _ in range(3))
+
+    def forward(self, x, rank):
+        return self.all(x) + (self.first(x) if rank == 0 else 0)
+
+
+def test_a_gradient_that_comes_from_no_rank_stays_none(processes):
+    """What lab 08 says of `find_unused_parameters`: from one rank it counts, and the rest is 0."""
+
+    def program(rank):
+        options = dict(process_group=rank.comm("dp").group, find_unused_parameters=True)
+        net = nn.parallel.DistributedDataParallel(_Branches(), **options)
+        net(torch.ones(1, 2), rank.rank).sum().backward()
+        return [p.grad if p.grad is None else p.grad.mean().item() for p in net.parameters()]
+
+    assert processes.run(program) == [[1.0, 1 / N, None]] * N

@@ -301,7 +301,8 @@ _ALL = {
         ("keeps no copy", slip(Mergeable, itself=True), "unmerged, the same bits", "no rounding"),
         ("keeps it in bf16", slip(Mergeable, puts_back="half"), "unmerged, the same bits", "Keep W"),
         ("thaws", Thaws, "trained as before", "unless told otherwise"),
-        ("forgets B", slip(Mergeable, forgets=True), "unmerged, the same bits", "Keep W"),
+        ("forgets B", slip(Mergeable, forgets=True), "unmerged, the same bits",
+         "the adapter is not"),
     ],
     "quantization/groups": [
         ("as far as −8", partial(groups, top=lambda bits: 2 ** (bits - 1)), "scales", "not ±8"),

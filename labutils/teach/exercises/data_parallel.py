@@ -106,6 +106,12 @@ def _neighbors(parts: list[list[int]]) -> set[frozenset[int]]:
     return {frozenset(pair) for pair in itertools.pairwise([*order, order[0]])}
 
 
+def _still_together(parts: list[list[int]]) -> float:
+    """The share of a rank's examples that come right after their neighbor among all examples."""
+    pairs = [pair for part in parts for pair in itertools.pairwise(part)]
+    return sum(abs(before - after) == 1 for before, after in pairs) / len(pairs)
+
+
 def _shuffled(attempt: Callable) -> str:
     length, size = 64, 4
     case = f"{length} examples on {size} ranks"
@@ -132,6 +138,12 @@ def _shuffled(attempt: Callable) -> str:
         )
     if any(part == sorted(part) for part in first):
         raise Failed(f"{case}: not shuffled", "Shuffle before you cut.")
+    if _still_together(first) > 0.5:
+        raise Failed(
+            f"{case}: most examples still follow their neighbor",
+            "Blocks were shuffled, and what is in a block was not. Neighbors are often alike: "
+            "shuffle the examples themselves.",
+        )
     for (i, one), (k, other) in itertools.combinations(enumerate(map(_neighbors, epochs)), 2):
         if len(one & other) > length // 2:
             raise Failed(
@@ -344,6 +356,12 @@ def _starts(attempt: Callable) -> str:
                         "Replicas that start apart stay apart: the mean gradient moves all of "
                         "them alike. Broadcast rank 0's parameters before the first step.",
                     )
+                for other in range(1, n):
+                    if torch.equal(weight, _weights(_Net(other))[name]):
+                        raise Failed(
+                            f"{n} ranks: {name} on rank {rank} is that of rank {other}",
+                            "All ranks begin with rank 0's weights: broadcast with src=0.",
+                        )
                 raise Failed(
                     f"{n} ranks: {name} on rank {rank} is not rank 0's",
                     "comm.broadcast returns the tensor of rank 0: copy it into the parameter, "
@@ -361,11 +379,17 @@ def _mean(attempt: Callable, n: int, *shape: int, hint: str = "", **options: boo
     for rank in range(n):
         start, end = seen.start[rank], seen.end[rank]
         if moved := [name for name in end if not torch.equal(end[name], start[name])]:
-            raise Failed(
-                f"{seen.case}: backward() has changed {moved[0]} on rank {rank}",
+            why = (
                 "The hook is given the *parameter*, and you reduced that. "
-                "What has to travel is parameter.grad.",
+                "What has to travel is parameter.grad."
             )
+            step, gradient = end[moved[0]] - start[moved[0]], seen.gradients[rank][-1][moved[0]]
+            if gradient is not None and _along(step, gradient) < -0.999:
+                why = (
+                    "It went along its gradient. A hook leaves the mean in .grad, and no more: "
+                    "the optimizer steps after the backward pass."
+                )
+            raise Failed(f"{seen.case}: backward() has changed {moved[0]} on rank {rank}", why)
         for step, gradients in enumerate(seen.gradients[rank]):
             right = seen.right(step)
             if wrong := [name for name in right if not _near(gradients[name], right[name])]:
@@ -393,6 +417,11 @@ _RESULT_LOST = (
     "Something was sent, and .grad is what it was. The hook is given the *parameter*: "
     "reduce parameter.grad, and write the result back into it."
 )
+
+
+def _along(one: Tensor, other: Tensor) -> float:
+    """The cosine of the angle between two tensors."""
+    return torch.cosine_similarity(one.flatten(), other.flatten(), dim=0).item()
 
 
 def _near(found: Tensor | None, right: Tensor, rtol: float = 1e-9, atol: float = 1e-13) -> bool:
@@ -445,10 +474,32 @@ def _why(seen: _Seen, rank: int, step: int, wrong: list[str], hint: str) -> tupl
             f"the gradient of {name} is made of weights",
             "The hook is given the *parameter*, not its gradient: reduce parameter.grad.",
         )
-    return (
+    each = torch.stack([seen.alone(r, step)[name] for r in range(n)])
+    return _what_else(name, found, right, each) or (
         f"{name} does not hold the gradient of the whole batch",
         hint or "It is the mean over ranks of what each rank computes for itself.",
     )
+
+
+def _what_else(name: str, found: Tensor, right: Tensor, each: Tensor) -> tuple[str, str] | None:
+    """What a gradient is that is near the right one, or made of the ranks' own in another way."""
+    if (found - right).norm() < 0.02 * right.norm():
+        return (
+            f"the first two digits of the {name} gradient are right",
+            "A shorter format on the way: reduce gradients in the dtype that they have.",
+        )
+    if len(each) > 1 and _near(found, each.amax(0), rtol=1e-6, atol=1e-12):
+        return (
+            f"{name} holds the largest of all ranks' gradients, number for number",
+            'The mean is a sum, divided: all_reduce without "max".',
+        )
+    factor = ((found * right).sum() / right.square().sum()).item()
+    if factor and _near(found, factor * right, rtol=1e-6, atol=1e-12):
+        return (
+            f"the gradient of {name} is {factor:.3g} times what it should be",
+            "Divide the sum by the number of ranks, comm.size, and by nothing else.",
+        )
+    return None
 
 
 def _numbers() -> int:
@@ -635,20 +686,33 @@ def _nested(attempt: Callable) -> str:
         comm = rank.comm("dp")
         net = attempt(_Net(rank.rank, None), comm, bucket_bytes=_BUCKET)
         with net.no_sync():
-            with net.no_sync():
-                pass
-            with comm.record("mark"):
-                comm.barrier()
-            _loss(net, _rows(2, 0)[rank.rank]).backward()
+            for inner in (net.no_sync(), nullcontext()):
+                with inner:
+                    if isinstance(inner, nullcontext) or both:
+                        with comm.record("mark"):
+                            comm.barrier()
+                        _loss(net, _rows(2, 0)[rank.rank]).backward()
 
-    _ranks.run(2, case, program, _SAME_CALLS)
-    events = [(e.op, e.sent) for e in _ranks.world_of(2).trace.ranks[0] if e.to is not None]
-    last = max(place for place, (op, _) in enumerate(events) if op == "mark")
-    if sent := sum(nbytes for _, nbytes in events[last + 1 :]):
+    def sends() -> int:
+        _ranks.run(2, case, program, _SAME_CALLS)
+        events = [(e.op, e.sent) for e in _ranks.world_of(2).trace.ranks[0] if e.to is not None]
+        marks = [place for place, (op, _) in enumerate(events) if op == "mark"]
+        first = next(k for k in marks if k + 1 not in marks)  # a barrier is several events
+        return sum(nbytes for op, nbytes in events[first + 1 :] if op != "mark")
+
+    both = False  # the inner block computes nothing
+    if sent := sends():
         raise Failed(
             f"{case}: {sent:,} B sent after the inner block, inside the outer one",
             "The inner block ends and switches sending on for the outer one as well. Set the flag "
             "back to what it was before, not to True.",
+        )
+    both = True
+    if sent := sends():
+        raise Failed(
+            f"{case}: {sent:,} B sent inside the inner block",
+            "A second no_sync() turns the first one round. Set the flag, and set it back to what "
+            "it was before.",
         )
     return "the inner block leaves the outer one as it was"
 

@@ -67,10 +67,14 @@ def _begins(attempt: Callable) -> str:
         before = _linear()(_x())
         off = (_made(attempt, _linear(), rank, alpha)(_x()) - before).abs().max().item()
         if off > 1e-12:
-            raise Failed(
-                f"{_case(rank, alpha)}: before any training the output is off by {off:.2g}",
+            why = (
                 "Fine-tuning begins at the pre-trained function: y = W·x + bias. "
-                "One of the two factors must be zero.",
+                "One of the two factors must be zero."
+            )
+            if off < 1e-5:
+                why = "W was rounded on its way into your layer: keep the dtype of linear.weight."
+            raise Failed(
+                f"{_case(rank, alpha)}: before any training the output is off by {off:.2g}", why
             )
     return f"{len(_CASES)} cases"
 
@@ -88,6 +92,9 @@ def _what_is_trained(attempt: Callable) -> str:
         got, right = sum(p.numel() for p in _trained(layer)), rank * (_D + _K)
         if got != right:
             more = _NOT_TRAINED.get(got - right, "A has r·k numbers, B has d·r.")
+            for name, other in (("A", rank * _D), ("B", rank * _K)):
+                if got == other:
+                    more = f"{name} is not trained: both factors are, an nn.Parameter each."
             raise Failed(
                 f"{_case(rank, alpha)}: {got} numbers are trained, A and B have {right}", more
             )
@@ -304,6 +311,9 @@ def _counted(attempt: Callable) -> str:
             rank * whole: "r·d·k is more than W: A has r·k numbers and B has d·r.",
             inputs: "That is A alone: B has d·r more.",
             right - inputs: "That is B alone: A has r·k more.",
+            2 * inputs: "A has r·k numbers, k inputs, and B has d·r, d outputs.",
+            2 * (right - inputs): "A has r·k numbers, k inputs, and B has d·r, d outputs.",
+            right + rank * biases: "A bias has no adapter: A and B are beside W alone.",
             right + whole: "W is frozen: it counts as held, and not as trained.",
         }
         hint = usually.get(got, "A has r·k numbers and B has d·r, for each layer.")
@@ -320,13 +330,17 @@ def _held(attempt: Callable) -> str:
         frozen = sum(p.numel() for each in linears for p in each.parameters())
         biases = sum(p.bias.numel() for p in linears if p.bias is not None)
         usually = {
+            right + 4 * trained: "Adapters are fp32 already: they have no master copy.",
+            right - 2 * trained: "Adapters, their gradients and their moments are all fp32.",
             right - 4 * trained: "Weights, gradients and two moments are four numbers, not three.",
             right - 8 * trained: "AdamW keeps two moments of each trained number.",
             right - 12 * trained: "Gradients and moments of what is trained are missing.",
             16 * trained: "The frozen weights are still there: every product needs them.",
             right - itemsize * biases: "The biases are missing among what is frozen.",
             16 * (frozen + trained): "A frozen weight has no gradient and no moments.",
-            right + itemsize * frozen: "A frozen weight has no gradient.",
+            right + (4 - itemsize) * frozen: "Frozen numbers take `itemsize` bytes, not four.",
+            right + itemsize * frozen: "A frozen weight has no gradient."
+            + (" Or do you count four bytes for it?" if itemsize == 2 else ""),
             itemsize * frozen + 4 * itemsize * trained: "Adapters stay fp32 beside a half model.",
         }
         hint = usually.get(got, "Frozen: itemsize per number. Trained: four numbers in fp32.")
@@ -423,8 +437,11 @@ def _back(attempt: Callable) -> str:
             "Keep W itself, and put it back."
         )
         if off > 1e-3 * before.abs().max():
+            beside = _linear(_N, _N, torch.float32)(x).detach()
             why = (
-                "That is no rounding. Keep W itself as a copy (clone: the tensor that merge() "
+                "W is back and the adapter is not: after unmerge() A and B compute beside W again."
+                if torch.allclose(after, beside, rtol=1e-4, atol=1e-4)
+                else "That is no rounding. Keep W itself as a copy (clone: the tensor that merge() "
                 "writes into changes with it), and leave A and B as they are."
             )
         raise Failed(f"merged and unmerged three times, the output differs by {off:.1e}", why)

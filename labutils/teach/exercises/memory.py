@@ -108,6 +108,11 @@ def _miscounts(model: ModelConfig) -> dict[int, str]:
     queries, keys, values = a * d * L, g * d * L, g * d * L
     norms = (2 * L + 1) * h
     return {
+        2 * h * (d * L - keys): (
+            "One head of keys and values is too few here. A file without num_key_value_heads means "
+            "as many as there are query heads."
+        ),
+        v: "The head has no bias: vh numbers, and no more.",
         2 * h * (queries - keys): (
             "Every query head got a key and a value head of its own. "
             "How many does num_key_value_heads give?"
@@ -212,11 +217,20 @@ def _measured(b: int, s: int, h: int, a: int, g: int, size: int) -> int:
     return measure.saved_activations(lambda: attention(x), attention).total
 
 
+_MASK = "The causal mask need not be kept: it is added, and adding reads nothing."
+
+
 def _misread(right: int, b: int, s: int, h: int, a: int, g: int, size: int) -> dict[int, str]:
     """What it usually means to predict so many bytes too many."""
     sbh, scores, narrow = size * s * b * h, size * a * s * s * b, size * s * b * (h // a) * g
-    head = scores // a
+    masks = (count * s * s for count in (1, b, b * a, size, size * b))  # of bytes, or of numbers
     return {
+        **dict.fromkeys(masks, _MASK),
+        size * a * b * s - scores: (
+            "A number for each row of the scores is what fused attention keeps (lab 06). Plain "
+            "attention keeps the softmax itself, as²b."
+        ),
+        right // b - right: "Every tensor has b sequences.",
         sbh: (
             "One tensor of sbh too many: what the output projection makes is not kept, "
             "for nothing in attention reads it again."
@@ -243,14 +257,9 @@ def _misread(right: int, b: int, s: int, h: int, a: int, g: int, size: int) -> d
         -scores // 2: (
             "The mask makes half of the scores 0, but an s×s matrix keeps its zeros as well."
         ),
-        head - scores: "Every head has an s×s matrix of its own.",
+        scores // a - scores: "Every head has an s×s matrix of its own.",
         scores // b - scores: "Each sequence has scores of its own: they are as²b.",
-        size * s * s: "The causal mask need not be kept: it is added, and adding reads nothing.",
-        size
-        * b
-        * s
-        * s: "The causal mask need not be kept: it is added, and adding reads nothing.",
-        head * g - scores: (
+        scores // a * g - scores: (
             "Every query head has an s×s matrix of its own, also those that share a key."
         ),
         size * (2 * h * h + 2 * h * (h // a) * g): (
@@ -354,6 +363,14 @@ def _why_not_fullest(
         loss + logits: (
             "The gradient that comes in and the gradient that goes out are both alive while the "
             "softmax goes backward: two times the logits."
+        ),
+        28 * parameters: "foreach has one working copy in fp32, not two: four bytes per parameter.",
+        22 * parameters + extra: (
+            "The weights themselves are bf16, two bytes: their fp32 copy is among the twelve of "
+            "the optimizer."
+        ),
+        updating + extra + activations: (
+            "In the optimizer's step no activation is left: the backward pass is over."
         ),
         updating + activations + 2 * logits: (
             "In the optimizer's step no activation is left: these are two moments, not one."

@@ -2,12 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogFormatter, LogLocator, NullLocator
 
 from labutils import units
 from labutils.teach.plots import draw, style
@@ -17,6 +17,8 @@ Pair = tuple[Sequence[float], Sequence[float]]  # places on x, and values
 Series = Sequence[float] | Sequence[Sequence[float]] | Pair
 
 # Any lines.
+
+_BROAD: style.Look = {"zorder": 1, "alpha": 0.45, "linewidth": 7, "solid_capstyle": "butt"}
 
 
 @style.drawn
@@ -30,6 +32,7 @@ def curves(
     unit: str = "",
     measured: Mapping[str, Series] | None = None,
     guess: tuple[float, float] | None = None,
+    broad: Collection[str] = (),
     alt: str | None = None,
     **lines: Series,
 ) -> Picture:
@@ -41,6 +44,7 @@ def curves(
     lines: formulas, or whole histories
     measured: filled markers, of the color of the line with the same name
     guess: a point (x, y)
+    broad: lines that others would hide, drawn as pale bands under them
     log: the logarithmic axes, "x", "y" or "xy"; unit: of y, as by `units.text`, or "%" of a share
     """
     runs = {name: _series(name, values, x) for name, values in style.spaced(lines).items()}
@@ -51,9 +55,10 @@ def curves(
     _, axes = style.canvas(title, left=0.85, right=right, top=0.12, **labels)
     _logarithmic(axes, log, [*runs.items(), *dots.items()])
     for name, (at, rows) in runs.items():
-        axes.plot(at, rows.mean(0), color=colors[name])
+        look: style.Look = {"color": colors[name], **(_BROAD if name in broad else {})}
+        axes.plot(at, rows.mean(0), **look)
         if len(rows) > 1:
-            look: style.Look = {"color": colors[name], "alpha": 0.2, "linewidth": 0}
+            look = {"color": colors[name], "alpha": 0.2, "linewidth": 0}
             axes.fill_between(at, rows.min(0), rows.max(0), **look)
     for name, (at, rows) in dots.items():
         for values in rows:
@@ -63,6 +68,7 @@ def curves(
     axes.margins(x=0.02)
     places = np.unique([place for at, _ in (*runs.values(), *dots.values()) for place in at])
     _places_on_x(axes, places.tolist() if "x" in log and len(places) <= 12 else [])
+    _plain_where_narrow(axes, log)
     if unit:
         style.in_units(axes.yaxis, unit)
     ends = {name: (at[-1], rows.mean(0)[-1]) for name, (at, rows) in (dots | runs).items()}
@@ -110,6 +116,26 @@ def _places_on_x(axes: Axes, places: Sequence[float]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.{digits}g}"))
     if len(places):
         axes.xaxis.set(major_locator=FixedLocator(places[::step]), minor_locator=NullLocator())
+
+
+class _Plain(LogFormatter):
+    """Ticks of a logarithmic axis as plain numbers: 60, not 6 × 10¹."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:,.6g}" if super().__call__(x, pos) else ""
+
+
+def _plain_where_narrow(axes: Axes, log: str) -> None:
+    """Plain numbers on a logarithmic axis that has fewer than two powers of ten: there the ticks
+    between them are named, too."""
+    axes.autoscale_view()
+    for letter in log:
+        axis = {"x": axes.xaxis, "y": axes.yaxis}[letter]
+        low, high = (math.log10(end) for end in axis.get_view_interval())
+        if math.floor(high) - math.ceil(low) < 1:
+            axis.set_minor_formatter(_Plain())
+            if letter == "y":
+                axis.set_major_formatter(_Plain())
 
 
 def _tell_series(runs: Mapping, dots: Mapping, unit: str) -> str:
