@@ -146,7 +146,7 @@ peaks = {
 {name: [units.text(p) for p in found] for name, found in peaks.items()}
 
 # %% [markdown]
-# Plain attention has it in the softmax's backward pass. Tiled attention has it in a tile of the backward pass, with two more
+# The fullest moment of plain attention is in the softmax's backward pass. That of tiled attention is in a tile of the backward pass, with two more
 # numbers per row: lse's gradient, and $D$, which stands for a sum over the whole row (derived below).
 
 # %%
@@ -298,7 +298,7 @@ reveal("flash/products", products=products(tiled)[1])
 
 # %% [markdown]
 # Five: $dV = P^\top dO$, $dP = dO\,V^\top$, $dQ = dS\,K/\sqrt d$, $dK = dS^\top Q/\sqrt d$, and $QK^\top$ once more, because it was not kept. With the forward pass that is seven against six:
-# **a tile costs more arithmetic, not less.** But tiles behind a causal mask are skipped, and plain attention computes them. Products of both passes, masked, in tiles of 32:
+# **a tile costs more arithmetic, not less.** But a causal mask lets it skip tiles that plain attention computes. Products of both passes, masked, in tiles of 32:
 
 # %%
 masked = {
@@ -417,7 +417,7 @@ reveal(
 
 # %% [markdown]
 # It is the number of blocks. So far many keys shared the weight. Queries a hundred times as long
-# make scores of several hundred, and few keys get all the weight:
+# make scores of several hundred, and then few keys get all of it:
 
 # %%
 q, k, v = in_bf16(1024)
@@ -481,7 +481,7 @@ flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, **run).diff(crossed)
 #
 # $$ \text{flash-1} \approx 3 s d \cdot \frac{s}{B} = \frac{12\, s^2 d^2}{M} $$
 #
-# Both are the $\Theta(s^2 d^2 / M)$ of the paper. So twice the tokens or twice the head should move 4 times the numbers, and twice the fast memory half. Counted:
+# Both are the $\Theta(s^2 d^2 / M)$ of the paper. So twice the tokens, or heads twice as wide, should move 4 times the numbers, and twice the fast memory half. Counted:
 
 
 # %%
@@ -594,7 +594,7 @@ hint("flash/causal-hunt")
 # %% [markdown]
 # ## Further: what is a fused kernel, in general?
 #
-# Attention is the famous case of something ordinary. An operation reads its inputs from slow memory and writes its result there, and the next one reads it back.
+# Attention is the famous case of something ordinary. An operation reads its inputs from slow memory and writes its result there, and the next one reads it back. Take a softmax in five operations, on 4096 rows of 4096 numbers in fp32:
 
 # %%
 show(flash.softmax)
@@ -637,7 +637,7 @@ flash.passes(flash.softmax, 4096, 4096, fused=True).diff(crossed)
 predict("flash/logits", GB=4.2)
 
 # %% [markdown]
-# Three tensors of that size are there at once: the logarithms of the probabilities, their gradient, and the gradient of the logits. But no token needs another's logits. So take r tokens at a time: logits, loss, their gradient, the two products that pass it on, and forget.
+# Three tensors of that size are there at once: the logarithms of the probabilities, their gradient, and the gradient of the logits. But no token needs another's logits. So take r tokens at a time: logits, loss, gradient, the two products that pass it on, and forget.
 # Since the loss is the end of the network, the gradients can be computed in the *forward* pass, while the logits are there; the backward pass only scales them.
 
 # %%
@@ -714,8 +714,8 @@ for rows in (512, 128, 32):
 # Left of the *ridge*, where the two limits meet, memory is the limit.
 #
 # A roofline of HBM has to count HBM's bytes, and so far you have counted those of the processors. Between the two lies a cache that all processors share, **L2**: 50 MB
-# on an H100. What fits into it? Take heads of 128, 16 384 tokens, and one block of 128 queries on each of its 132 processors. Then about one head is worked on
-# at a time. Its K and V take, and its scores would take:
+# on an H100. Take heads of 128, 16 384 tokens, and one block of 128 queries on each of its 132 processors. Then about one head is worked on
+# at a time. So much do its K and V take, and so much would its scores take:
 
 # %%
 s, d = 16_384, 128
@@ -753,7 +753,7 @@ at_most = {name: flops / roof.time(flops, x.total) for name, x in moves.items()}
 # %% [markdown]
 # **On an H100 this kernel must have shared reads.** 621 is more than the 425 that HBM allows if it serves every read: it served at most 425/621 of them, about two thirds. The others were shared, in L2 or by pairs of thread blocks that take K and V from one load, which this kernel can do. On an H200, with 4.8 TB/s, HBM could serve 98 % of the reads, and the same timing would prove next to nothing.
 # <!-- claim: round(100 * config.Hardware.named("H200").memory_bandwidth / config.Hardware.named("H100").memory_bandwidth * 425 / 621) == 98 -->
-# What keeps the kernel below 989, a roofline of one memory cannot say. (`flash.Roof.measured()` is the roof of the machine that you are sitting at.)
+# What keeps the kernel below 989, a roofline of one memory cannot say. (`flash.Roof.measured()` is the roof of your own machine.)
 #
 # ### How does it look on a GPU?
 #
@@ -852,7 +852,7 @@ more_flops = flash.attention_flops(8192, 64) / flash.attention_flops(4096, 64)
 # **FlashAttention-2, algorithm 1, line 10** prints $\mathrm{diag}(e^{m_{old}-m_{new}})^{-1}$. You saw 150 where 2.99 was right. <!-- erratum: FA-08 -->
 #
 # **66.6 and 75.2 GFLOPs** (FlashAttention, figure 2: GPT-2 medium, s = 1024, d = 64, 16 heads, batch 64, forward and backward). The forward pass alone has 275 by the formula of the <!-- erratum: FA-09 -->
-# second paper, forward and backward 962. Whatever was counted, only the ratio, 1.13 times more FLOPs with FlashAttention, can be used; the table's point stands: 40.3 GB against 4.4 GB moved, 41.7 ms against 7.3 ms.
+# second paper, forward and backward 962. Whatever was counted, only the ratio can be used: 1.13 times the FLOPs with FlashAttention. The table's point stands: 40.3 GB against 4.4 GB moved, 41.7 ms against 7.3 ms.
 
 # %%
 forward = flash.attention_flops(1024, 64, heads=16 * 64) / 1e9
@@ -864,7 +864,7 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 # ### True under a condition
 #
 # **"a reduction in memory requirements by 10–20 times and a performance improvement of 2–4 times"** (the same Medium article; both figures stand in the introduction of the FlashAttention-2 paper). <!-- erratum: S2-015, S2-016 -->
-# Both are of the attention alone, at some length: the first grows with s/d without limit (here 2 at 256 tokens, 22 at 2048).
+# Both factors are of attention alone, at some length: the first grows with s/d without limit (here 2 at 256 tokens, 22 at 2048).
 #
 # **Activation memory "scales quadratically with sequence length."** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). <!-- erratum: S0-026 -->
 # While the s × s tensors are stored. In Korthikanti's $sbh\,(34 + 5as/h)$ the second term is what a fused attention removes; what is left is linear.

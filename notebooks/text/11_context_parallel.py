@@ -59,7 +59,7 @@ plots.key_ring(quarters.grid())
 # In lab 06 the keys were cut into blocks. Each block gives an output and the log-sum-exp (lse) of its scores, and `flash.merge` makes of two such pairs the pair
 # of both blocks together. Where a block was computed does not matter.
 #
-# In a step each of N ranks starts to send its keys and values to the next rank, and to receive those of the rank before. Then it computes with what it has, and merges. Then it waits for the
+# In a step each of N ranks starts to send its keys and values to the next rank, and to receive those of the rank before. Then it computes with what it has, merges, and waits for the
 # messages. `comm.isend(x, dst)` and `comm.irecv(out, src)` begin a message and return at once; `wait()` on what they
 # return ends it, and gives `out`.
 #
@@ -157,7 +157,7 @@ formula.diff(dry.ledger).unexplained
 # %% [markdown]
 # ## Who has the most to do?
 #
-# All ranks have equally many tokens. But the first rank's queries see few keys, and the last rank's nearly all. A step is over when the busiest rank is done.
+# All ranks have equally many tokens. But the first rank's queries see few keys, and the last rank's see most. A step is over when the busiest rank is done.
 #
 # > Four ranks, four chunks, a long sequence. How many times the average does the last rank compute?
 
@@ -292,7 +292,7 @@ for count in (8192, 32_768):
 # | loss | average over *its* targets | sum, divided by the targets of all: ranks may have different numbers of targets that count (lab 05) |
 # | gradients | have those of its own tokens | a mean over `("dp", "cp")`, as if all were replicas |
 #
-# `distribute` does the first two, `mean_loss` the third, and `data_parallel.replicate` over the joint axis the fourth. Is that equal to one device? Two sequences on each of two dp ranks, every sequence
+# `distribute` does the first two, `mean_loss` the third, and `data_parallel.replicate` over the joint axis the fourth. The test: two sequences on each of two dp ranks, every sequence
 # over two cp ranks, some targets ignored; three steps of AdamW in float64:
 
 # %%
@@ -356,7 +356,7 @@ is_right(results)
 # ### Exercise 11.2 · Bug hunt: the model that passed its test (12 min, ●●●)
 #
 # Below, a model, a zig-zag and the ring are put together by hand. The *mean over ranks* of `loss` should be the loss of the whole sequences, and the mean of its gradients their gradient.
-# Its test compares the loss of a fresh model. Three things are wrong. (The model and its one RoPE table, `model.blocks[0].attention.rotary`, have a `places_` each: None, or a function that gives the places of so many tokens.)
+# Its test compares the loss of a fresh model. Three things are wrong. (The model and its one RoPE table, `model.blocks[0].attention.rotary`, have a `places_` each: None, or a function from a number of tokens to their places.)
 
 
 # %%
@@ -467,7 +467,7 @@ for level in (0, 3):
     print(f"states, ZeRO-{level}", units.text(held), "and both", both)
 
 # %% [markdown]
-# **Context parallelism divides activations and nothing else.** Every rank holds all weights, and the 190 GB of both do not fit an H100. So the same ranks shard the states, ZeRO over `("dp", "cp")` (lab 09): 69.6 GB. The peak is higher: in the backward pass of the head come gathered weights, their gradients and those of the logits, 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do, but a ring then goes round three times, and sends a quarter more.
+# **Context parallelism divides activations and nothing else.** Every rank holds all states, and with activations that is 190 GB, too much for an H100. So the same ranks shard the states: with ZeRO-3 over `("dp", "cp")` (lab 09) it is 69.6 GB. The peak is higher: in the backward pass of the head come gathered weights, their gradients and those of the logits, 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do, but a ring then goes round three times, and sends a quarter more.
 #   <!-- claim: claims.peak_of_8192_tokens_on_16_ranks() == 75.5 -->
 
 # %% [markdown]
@@ -533,7 +533,7 @@ reveal("ring/over-ulysses", times=ratio[8])
 #
 # $$ 4\cdot 2g\,(N-1) \;=\; 2\,(2a+2g)\,\frac{N-1}{N} \quad\Longleftrightarrow\quad N \;=\; \frac{1}{2}\Bigl(\frac{a}{g}+1\Bigr), $$
 #
-# with four query heads to a key at two and a half ranks. (With sums in bf16 a step of the ring would send 3 × its forward bytes, on 8 ranks 2.4 times those of Ulysses.) A step of the ring over one of Ulysses, by the number of ranks:
+# with four query heads per key–value head at two and a half ranks. (With sums in bf16 a step of the ring would send 3 × its forward bytes, on 8 ranks 2.4 times those of Ulysses.) A step of the ring over one of Ulysses, by the number of ranks:
 
 # %%
 {
@@ -564,7 +564,7 @@ carries, during = 3 * 8 * one_head / 16 / bw, attend * 2.5 / 3.5 / 16
 print(f"a hop backward: {1e3 * carries:.1f} ms, behind {1e3 * during:.1f} ms")
 
 # %% [markdown]
-# They hide. So the ring waits for its last hop, and the other two wait for all that they send. The table has that wait as a share "of attention", attention's computing, and "of all" that a rank computes for a layer. It "holds" so much of keys, values and their gradients at the fullest moment of the backward pass:
+# They hide. So the ring waits for its last hop, and the other two wait for all that they send. In the table, "of attention" is that wait over attention's computing, and "of all" over all that a rank computes for a layer. "Holds" is what a rank has of keys, values and their gradients at the fullest moment, in the backward pass:
 
 
 # %%
@@ -668,7 +668,7 @@ is_right(grid.run(trained, "ulysses")), sent.diff(world.ledger.only(rank=2)).une
 # %% [markdown]
 # ### Further: with tensor parallelism
 #
-# With tensor parallelism (lab 10) each rank has its heads already, and a ring runs among the ranks that have the *same* heads.
+# With tensor parallelism (lab 10) each rank has its heads already, and the ring runs among the ranks that have the *same* heads. Two by two ranks, each with half the tokens of half the heads:
 
 # %%
 q, k, v = torch.randn(3, 1, 4, 16, 8, generator=draw, dtype=torch.float64)

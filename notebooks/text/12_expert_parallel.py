@@ -304,13 +304,13 @@ formulas.sent(full, masters, cluster, rank=43).diff(in_a_step)
 #
 # The model of the first picture learns a synthetic language of 16 words, of which few are frequent. The next word depends on the last two *together*, so guessing it takes a feed-forward layer. With k = 2 of 8 the busiest expert can have at most four times the mean.
 #
-# > How many times the mean does it have in the last 50 of 300 steps, averaged over eight seeds?
+# > How many times the mean does the busiest have in the last 50 of 300 steps, averaged over eight seeds?
 
 # %%
 predict("unbalanced/busiest", times=1.5)
 
 # %% [markdown]
-# The runs are recorded, by `python tools/expert_routing.py`. Are they of this very model? Their first 40 steps must have the losses of the first picture's run:
+# The runs are recorded, by `python tools/expert_routing.py`. Are they of this very model? The first run must begin with the losses of the first picture's 40 steps:
 
 # %%
 record = rigs.expert_parallel.routing_record()["runs"]
@@ -353,7 +353,7 @@ names = [*(f"word {i}" for i in range(5)), "11 others"]
 plots.visits([*by_word[:5], rare], names=names)
 
 # %% [markdown]
-# In this run most words keep to two or three experts, whatever stands before them (two are the fewest that k = 2 allows). The rare words go where frequent ones go. Experts 0 and 2 get one visit of 512 between them, and learn next to nothing.
+# In this run most words keep to two or three experts, whatever stands before them (two are the fewest that k = 2 allows). The rare words go where frequent ones go. Experts 0 and 2 get one visit of 512 between them: in this step they learn next to nothing.
 
 # %% [markdown]
 # **A balance loss** is added to the loss, times α:
@@ -538,9 +538,9 @@ for what, (seconds, nbytes) in steps.items():
     print(f"{what:34} {seconds / (nbytes / bw):.2f} : 1")
 
 # %% [markdown]
-# **With all changes the ratio is 0.96 : 1 for a whole step, near the published one.** The other lines are of a forward pass, which ends at 0.61 : 1. Backward improves it: products take twice as long and attention's scores 2.5 times (lab 06), while as many rows travel.
+# **With all changes the ratio is 0.96 : 1 for a whole step, near the published one.** The other lines are of a forward pass, and end at 0.61 : 1. Backward is better: products take twice as long and attention's scores 2.5 times (lab 06), while as many rows travel.
 #
-# This assumes that products in 8 bits reach the same share of their peak as those in bf16. And it proves no single change: the fourth line, without 8-bit products and backward pass, comes about as near to 1 : 1.
+# That assumes that products in 8 bits reach the same share of their peak as those in bf16. And it proves no single change: the fourth line, without 8-bit products and backward pass, comes about as near to 1 : 1.
 #
 # At 1 : 1 half of such a layer's time goes into waiting, unless something else is computed meanwhile. That is what DualPipe is for (lab 13b).
 
