@@ -48,7 +48,7 @@ plots.tile_walk(walk, s_q=48, s_k=48)
 
 # %% [markdown]
 # - A block of queries stays. Blocks of keys and values are loaded one after the other. One tile of scores is computed, used, and overwritten by the next.
-# - At the end of a row of tiles the block of output is finished, and is written once.
+# - At the end of a row of tiles the block of output is finished and written once.
 # - The crossed tiles, 15 of 36, are never touched: no query in them may look at their keys.
 
 # %% [markdown]
@@ -85,7 +85,7 @@ q, k, v = tensors(2048)
 # $$ \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s^2}_{\text{weights}} \quad\text{against}\quad \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s\,d}_{\text{output}} + \underbrace{a\,s}_{\text{lse}} $$
 #
 # The right side is an attention that keeps its output and, in place of the weights, one number per row: *lse*, the log-sum-exp of the row's scores,
-# $\text{lse}_i = \log \sum_j e^{S_{ij}}$. It is the logarithm of what the softmax divides by; the third question shows that it is enough. Times 4 bytes:
+# $\text{lse}_i = \log \sum_j e^{S_{ij}}$. It is the logarithm of the softmax's denominator; the third question shows that it is enough. Times 4 bytes:
 
 # %%
 a, s, d = 4, 2048, 64
@@ -298,7 +298,7 @@ reveal("flash/products", products=products(tiled)[1])
 
 # %% [markdown]
 # Five: $dV = P^\top dO$, $dP = dO\,V^\top$, $dQ = dS\,K/\sqrt d$, $dK = dS^\top Q/\sqrt d$, and $QK^\top$ once more, because it was not kept. With the forward pass that is seven against six:
-# **a tile costs more arithmetic, not less.** But a causal mask lets it skip tiles that plain attention computes. Products of both passes, masked, in tiles of 32:
+# **a tile costs more arithmetic, not less.** But with a causal mask tiled attention skips tiles that plain attention computes. Products of both passes, masked, in tiles of 32:
 
 # %%
 masked = {
@@ -348,7 +348,7 @@ alone, in_batch = (flash.attention(*x, causal=True)[0] for x in ((q, k, v), padd
 bool((in_batch[:, :, :100] - alone).abs().max() < 1e-6)
 
 # %% [markdown]
-# Without the causal mask, sequences of different lengths need a mask of their own, or are packed one behind the other (*In practice*).
+# Without a causal mask they need another, or are packed one behind the other (*In practice*).
 
 # %% [markdown]
 # ## Further: which numbers of a tile may have 16 bits?
@@ -511,7 +511,7 @@ for head in (64, 128):
         print(f"{loop}, d = {head:3}: law {law:.2f}, counted {gain:.2f}")
 
 # %% [markdown]
-# With heads of 128 and 51 kB of fast memory both loops move *more* than plain attention. Is that the price of tiling? Two other causes are in it. One is the four equal parts: in flash-2
+# With heads of 128 and 51 kB of fast memory both loops move *more* than plain attention. Is that the price of tiling? There are two other causes. One is the four equal parts: in flash-2
 # keys and values only pass through. So keep 16 of them at a time, and give the rest to queries, their outputs, and the tile of scores.
 # The other is the count: plain attention's products read K and V again, too, for every block of Q or of O that fits beside the tile. "Counted alike" includes that:
 
@@ -526,7 +526,7 @@ for head in (64, 128):
     print(f"d = {head:3}, {tiled} queries at a time: {gains}")
 
 # %% [markdown]
-# It was both. With narrow blocks of keys flash-2 moves $4 s^2 d^2/M$ at least, and plain attention, counted alike, $4 s^2 + 2 s^2 d^2/M$. So the gain is at most $M/d^2 + \tfrac12$:
+# It was both. With narrow blocks of keys $B$ nears M/2d rows, so flash-2 moves $4 s^2 d^2/M$ at least. Blocks of plain attention near M/d rows: counted alike, it moves $4 s^2 + 2 s^2 d^2/M$. So the gain is at most $M/d^2 + \tfrac12$:
 # **counted alike, tiling pays at this border only where fast memory holds more than half of d² numbers.** With 16 keys at a time it has to hold some 5,000 for heads of 64, and 14,000 for heads of 128.
 # <!-- claim: [round((lambda q, p: (flash.traffic("plain", s=4096, d=d, itemsize=1).total + 2 * 4096 * d * (-(-4096 // p) - 1)) / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=16, itemsize=1, stat_itemsize=1).total)((M - 32 * d) // (2 * d + 16), (M - 16 * d) // (d + 16)), 1) for M, d in ((5000, 64), (14000, 128))] == [1.0, 1.0] -->
 
@@ -893,7 +893,7 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 #   if each tensor crosses once; a published kernel reaches 621, on a Hopper GPU that its report does not name.
 #   <!-- claim: [(lambda r, f: round(f / r.time(f, flash.traffic("flash-2", s=16384, d=128, block_q=q).total) / 1e12))(flash.Roof.of(config.Hardware.named("H100")), flash.attention_flops(16384, 128)) for q in (128, 16384)] == [425, 989] -->
 #
-# Next: [lab 07](07_collectives.ipynb) leaves the single device. Its first question is what it costs to add numbers that live in different places.
+# Next: [lab 07](07_collectives.ipynb) leaves the single device. It first asks what it costs to add numbers that live in different places.
 
 # %% [markdown]
 # ## References

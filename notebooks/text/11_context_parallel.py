@@ -191,7 +191,7 @@ zigzag = both["zigzag"]
 [zigzag.work(rank) for rank in range(4)], {zigzag.met(rank) for rank in range(4)}
 
 # %% [markdown]
-# The work is the same for all four ranks, and not only in total: in every step all of them compute equally many pairs. That matters as much, since ranks wait for each other's keys in every step:
+# All four ranks have the same work, in total and in every step. The second matters as much, since ranks wait for each other's keys in every step:
 
 # %%
 plots.key_ring(zigzag.grid())
@@ -467,7 +467,7 @@ for level in (0, 3):
     print(f"states, ZeRO-{level}", units.text(held), "and both", both)
 
 # %% [markdown]
-# **Context parallelism divides activations and nothing else.** Every rank holds all states, and with activations that is 190 GB, too much for an H100. So the same ranks shard the states: with ZeRO-3 over `("dp", "cp")` (lab 09) it is 69.6 GB. The peak is higher: in the backward pass of the head come gathered weights, their gradients and those of the logits, 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do, but a ring then goes round three times, and sends a quarter more.
+# **Context parallelism divides activations and nothing else.** Every rank holds all states, and with activations that is 190 GB, too much for an H100. So the same ranks shard the states, by ZeRO-3 over `("dp", "cp")` (lab 09): 69.6 GB. The peak is higher: in the backward pass of the head come gathered weights, their gradients and those of the logits, 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do, but a ring then goes round three times, and sends a quarter more.
 #   <!-- claim: claims.peak_of_8192_tokens_on_16_ranks() == 75.5 -->
 
 # %% [markdown]
@@ -533,7 +533,7 @@ reveal("ring/over-ulysses", times=ratio[8])
 #
 # $$ 4\cdot 2g\,(N-1) \;=\; 2\,(2a+2g)\,\frac{N-1}{N} \quad\Longleftrightarrow\quad N \;=\; \frac{1}{2}\Bigl(\frac{a}{g}+1\Bigr), $$
 #
-# with four query heads per key–value head at two and a half ranks. (With sums in bf16 a step of the ring would send 3 × its forward bytes, on 8 ranks 2.4 times those of Ulysses.) A step of the ring over one of Ulysses, by the number of ranks:
+# with four query heads per key–value head at two and a half ranks. (With sums in bf16 a step of the ring would send 3 × its forward bytes, on 8 ranks 2.4 times those of Ulysses.) A step's bytes, ring over Ulysses, by the number of ranks:
 
 # %%
 {
@@ -547,7 +547,7 @@ reveal("ring/over-ulysses", times=ratio[8])
 # **Or gather all keys.** A third way sends forward what the ring sends, in one all-gather before attention. The backward pass gathers keys and values again, unless they were kept, and ends with a reduce-scatter of their gradients. In this simplest form nothing overlaps, and a rank holds all keys and values of one layer. Llama 3 405B was trained like that: 131,072 tokens on 16 ranks, times eight of tensor parallelism.
 # Its report gives two reasons (section 3.3.2): document masks are simple when all keys are there, and with grouped queries the keys are small. Would you?
 #
-# > Llama-3.1-405B has 128 query heads and 8 key–value heads. Without tensor parallelism a ring of 16 ranks sends 1.8 times the bytes of Ulysses in a training step, by the formulas above. How many times, if eight ranks of `tp` share out the heads first (lab 10)?
+# > Llama-3.1-405B has 128 query heads and 8 key–value heads. Without tensor parallelism a ring of 16 ranks sends 1.8 times the bytes of Ulysses in a training step. How many times, if eight ranks of `tp` share out the heads first (lab 10)?
 
 # %%
 predict("llama-405b/ring-over-ulysses", times=1.8)
@@ -631,7 +631,7 @@ waits = rows["all-gather"][1]
 print(f"{1e3 * exposed / big.num_layers:.2f} ms, and in the table {1e3 * waits:.2f} ms")
 
 # %% [markdown]
-# **Document masks.** Packed sequences attend within their own document. Is the zig-zag still fair? Here is the work of the busiest of four ranks over the mean, for one document, and for a long one with 0 to 32 of 32 short ones before it. First with one zig-zag through them all, then with each document cut by itself:
+# **Document masks.** Packed sequences attend within their own document. Is the zig-zag still fair? The work of the busiest of four ranks over the mean, for one document, and for a long one with 0 to 32 of 32 short ones before it. First with one zig-zag through them all, then with each document cut by itself:
 
 
 # %%

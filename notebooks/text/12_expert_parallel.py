@@ -210,7 +210,7 @@ ranks = three.run(spread)
 compare(ranks, whole)
 
 # %% [markdown]
-# It does, and the router's gradient is equal, too. Now the bytes of one step. The formula takes what the router decided: how many visits each rank sends to each expert.
+# It does, the router's gradient included. Now the bytes of one step. The formula takes what the router decided: how many visits each rank sends to each expert.
 
 # %%
 ranks = three.run(spread, steps=1)
@@ -310,7 +310,7 @@ formulas.sent(full, masters, cluster, rank=43).diff(in_a_step)
 predict("unbalanced/busiest", times=1.5)
 
 # %% [markdown]
-# The runs are recorded, by `python tools/expert_routing.py`. Are they of this very model? The first run must begin with the losses of the first picture's 40 steps:
+# The runs are recorded, by `python tools/expert_routing.py`. Are they of this very model? The first must begin with the losses of the first picture:
 
 # %%
 record = rigs.expert_parallel.routing_record()["runs"]
@@ -634,7 +634,7 @@ explore(
 #
 # ### Exercise 12.3 · Bug hunt: the loss was right (10 min, ●●○)
 #
-# Below is a training step with a balance loss, on four ranks in blocks of two. Its test finds the right loss. Two things are wrong all the same. Repair them.
+# A training step with a balance loss, on four ranks in blocks of two. Its test finds the right loss. Two things are wrong all the same. Repair them.
 
 
 # %%
