@@ -228,7 +228,7 @@ predict("flash/inverse", output="3")
 reveal("flash/inverse", "150", output=f"{(1 / factor * 1 + 1 * 3) / total:.1f}")
 
 # %% [markdown]
-# An average of 1 and 3 cannot be 150. The inverse is a misprint, and the paper's own code does not have it.
+# An average of 1 and 3 cannot be 150. The inverse is a misprint; the paper's own code does not have it.
 # A second trap: a masked block has the maximum −∞, and −∞ − (−∞) is not a number. `OnlineSoftmax` therefore starts from the lowest finite number.
 
 # %% [markdown]
@@ -337,7 +337,7 @@ both = zip(
 all((exact - ours).abs().max() < 1e-12 for exact, ours in both)
 
 # %% [markdown]
-# The gradient through lse is in there, too: $\partial\,\text{lse}_i / \partial S_{ij} = P_{ij}$, so it joins as $dS = P \circ (dP - D + d\text{lse})$. Lab 11 will need it.
+# The gradient through lse is included: $\partial\,\text{lse}_i / \partial S_{ij} = P_{ij}$, so it joins as $dS = P \circ (dP - D + d\text{lse})$. Lab 11 will need it.
 #
 # In a batch, short sequences are *padded*: filled up at the end. Under a causal mask padding needs no mask of its own, since no token looks at what comes after it (the loss leaves the padded positions out):
 
@@ -348,7 +348,7 @@ alone, in_batch = (flash.attention(*x, causal=True)[0] for x in ((q, k, v), padd
 bool((in_batch[:, :, :100] - alone).abs().max() < 1e-6)
 
 # %% [markdown]
-# Without a causal mask they need another, or are packed one behind the other (*In practice*).
+# Without a causal mask they need a padding mask, or are packed one behind the other (*In practice*).
 
 # %% [markdown]
 # ## Further: which numbers of a tile may have 16 bits?
