@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 06 · Compute attention without its scores
 #
-# **A head 64 wide that reads 8192 tokens computes 67 million scores to produce half a million numbers. The result must be exact. Can the scores never exist?**
+# **A head 64 wide that reads 8192 tokens computes 67 million scores to produce half a million numbers. Can the result be exact if the scores are never stored?**
 #
 # *90 min, and 55 further · before this: lab 03 (what a layer keeps), softmax and its derivative · needs a laptop, no GPU and no network*
 
@@ -48,7 +48,7 @@ plots.tile_walk(walk, s_q=48, s_k=48)
 
 # %% [markdown]
 # - A block of queries stays. Blocks of keys and values are loaded one after the other. One tile of scores is computed, used, and overwritten by the next.
-# - At the end of a row of tiles the block of output is finished, and is written once.
+# - At the end of a row of tiles the block of output is finished and written once.
 # - The crossed tiles, 15 of 36, are never touched: no query in them may look at their keys.
 
 # %% [markdown]
@@ -58,8 +58,7 @@ plots.tile_walk(walk, s_q=48, s_k=48)
 # %% [markdown]
 # ## How much memory do the scores take?
 #
-# *Plain attention* computes all scores, then all weights, then the output. Two sizes compete: the scores, s × s per head, and everything else, s × d per
-# head. Heads are d = 64 wide.
+# *Plain attention* computes all scores, then all weights, then the output. Scores and weights are s × s numbers per head, everything else is s × d. Here d = 64.
 #
 # > 4 heads, 2048 tokens, fp32: how many MB does plain attention keep from its forward to its backward pass, Q, K and V included?
 
@@ -81,12 +80,12 @@ def tensors(s, a=4, d=64, dtype=torch.float32):
 q, k, v = tensors(2048)
 
 # %% [markdown]
-# **Derived.** Products keep their factors: Q, K, V and the weights. The softmax keeps its result, the weights again. With a heads:
+# **Derived.** For the backward pass a product keeps its two factors: here Q and K, then the weights and V. The softmax keeps its result, which is the weights again. With a heads:
 #
 # $$ \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s^2}_{\text{weights}} \quad\text{against}\quad \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s\,d}_{\text{output}} + \underbrace{a\,s}_{\text{lse}} $$
 #
-# for an attention that keeps its output and, in place of the weights, one number per row: *lse*, the log-sum-exp of the row's scores,
-# $\text{lse}_i = \log \sum_j e^{S_{ij}}$. It is the logarithm of what the softmax divides by; the third question shows that it is enough. Times 4 bytes:
+# The right side is an attention that keeps its output and, in place of the weights, one number per row: *lse*, the log-sum-exp of the row's scores,
+# $\text{lse}_i = \log \sum_j e^{S_{ij}}$. It is the logarithm of the softmax's denominator; the third question shows that it is enough. Times 4 bytes:
 
 # %%
 a, s, d = 4, 2048, 64
@@ -114,15 +113,15 @@ reveal("flash/kept", MB=saved(plain).total / 1e6)
 kept["tiled"].diff(saved(lambda *qkv: flash.attention(*qkv)[0]), by="component")
 
 # %% [markdown]
-# PyTorch's own fused attention, here on a CPU, keeps as much, to the byte:
+# PyTorch's own fused attention (here on a CPU) keeps exactly as many bytes:
 
 # %%
 kept["tiled"].diff(saved(F.scaled_dot_product_attention), by="component")
 
 
 # %% [markdown]
-# What is kept is not the peak: during the backward pass the gradients of the weights and of the scores are there together with the weights. Measure the fullest moment
-# of a whole forward and backward pass, beyond the inputs:
+# What is kept is not the peak: in the backward pass the gradients of the weights and of the scores stand beside the weights. Measure the fullest moment
+# of a whole forward and backward pass, inputs not counted:
 
 
 # %%
@@ -147,8 +146,8 @@ peaks = {
 {name: [units.text(p) for p in found] for name, found in peaks.items()}
 
 # %% [markdown]
-# For plain attention that moment comes in the softmax's backward pass. For the tiled one it comes in a tile of the
-# backward pass, which holds two more numbers per row: lse's gradient, and $D$, which stands for a sum over the whole row. You derive it below.
+# The fullest moment of plain attention is in the softmax's backward pass. That of tiled attention is in a tile of the backward pass, with two more
+# numbers per row: lse's gradient, and $D$, which stands for a sum over the whole row (derived below).
 
 # %%
 block = 128
@@ -178,7 +177,7 @@ axes = dict(xlabel="sequence length s", ylabel="peak", unit="B", log="xy")
 plots.curves(long, title=title, measured=measured, **axes, **formula)
 
 # %% [markdown]
-# The markers lie *on* the lines:
+# The markers lie *on* the lines. Formula less measurement, in bytes:
 
 # %%
 {
@@ -187,7 +186,7 @@ plots.curves(long, title=title, measured=measured, **axes, **formula)
 }
 
 # %% [markdown]
-# The ratio of the two peaks grows with the length, so a *factor* of memory saved that a paper quotes belongs to one length:
+# The ratio of the two peaks grows with the length. So ask of any *factor* of memory saved, at which length:
 
 # %%
 [round(most / least, 1) for most, least in zip(*peaks.values(), strict=True)]
@@ -195,17 +194,17 @@ plots.curves(long, title=title, measured=measured, **axes, **formula)
 # %% [markdown]
 # ## How can a softmax be finished before its row is?
 #
-# Take one query. Its scores $S_j$ arrive in blocks, and each block is forgotten. A numerically safe softmax subtracts the maximum of the row, which you know at the very end.
+# Take one query. Its scores $S_j$ arrive in blocks, and each block is forgotten. A numerically safe softmax subtracts the maximum of the row, which is known only at the end.
 #
-# (To save memory alone, whole rows of scores would do, a few at a time. But they have to fit where they are used: 128 rows of 8192 scores take 2.1 MB in 16 bits,
-# and the fast memory of a GPU's processor holds a tenth of that.) <!-- arithmetic: round(2 * 128 * 8192 / 1e6, 1) == 2.1 and 10 < 2 * 128 * 8192 / 192e3 < 11 -->
+# (Whole rows, a few at a time, would save memory, too. But they would not fit where they are used: 128 rows of 8192 scores take 2.1 MB in 16 bits,
+# ten times what the fast memory of a GPU's processor holds.) <!-- arithmetic: round(2 * 128 * 8192 / 1e6, 1) == 2.1 and 10 < 2 * 128 * 8192 / 192e3 < 11 -->
 #
 # **The trick is a change of units.** Let $m$ be the largest score so far, and keep two sums in units of $e^m$: $\;\ell = \sum e^{S_j - m}$ and $o = \sum e^{S_j - m}\,v_j$.
 # When a block brings a larger maximum $m'$, every term has to become $e^{S_j - m'} = e^{S_j - m}\cdot e^{m - m'}$. All terms have the *same* factor, so the sums can be converted without the terms:
 #
 # $$ \ell \leftarrow e^{m-m'}\,\ell + \sum_{\text{block}} e^{S_j-m'} \qquad o \leftarrow e^{m-m'}\,o + \sum_{\text{block}} e^{S_j-m'}\,v_j \qquad m \leftarrow m' $$
 #
-# In the end the output is $o/\ell$, and $\text{lse} = m + \log \ell = \log \sum e^{S_j}$. A maximum, a sum and the d numbers of an output travel from block to block, per row, and nothing more.
+# In the end the output is $o/\ell$, and $\text{lse} = m + \log \ell = \log \sum e^{S_j}$. Per row only a maximum, a sum and the d numbers of an output travel from block to block.
 #
 # Follow two blocks of one key each: score 0 with value 1, then score 5 with value 3.
 
@@ -229,8 +228,8 @@ predict("flash/inverse", output="3")
 reveal("flash/inverse", "150", output=f"{(1 / factor * 1 + 1 * 3) / total:.1f}")
 
 # %% [markdown]
-# An average of 1 and 3 cannot be 150. The inverse is a misprint, and the paper's own code does not have it.
-# A second trap hides at the start: a masked block has the maximum −∞, and −∞ − (−∞) is not a number. `OnlineSoftmax` therefore starts from the lowest finite one.
+# An average of 1 and 3 cannot be 150. The inverse is a misprint; the paper's own code does not have it.
+# A second trap: a masked block has the maximum −∞, and −∞ − (−∞) is not a number. `OnlineSoftmax` therefore starts from the lowest finite number.
 
 # %% [markdown]
 # ### Exercise 6.1 · A softmax that is never complete (15 min, ●●○)
@@ -254,7 +253,7 @@ hint("flash/online-softmax")
 show(flash.OnlineSoftmax)
 
 # %% [markdown]
-# With many rows in place of one, this *is* the tiled forward pass. Ten lines:
+# For many rows at once, this *is* the tiled forward pass. Ten lines:
 
 # %%
 show(flash.forward)
@@ -266,8 +265,8 @@ show(flash.forward)
 #
 # $$ P_{ij} = e^{\,S_{ij} - \text{lse}_i}. $$
 #
-# No maximum, no sum. A $d$ before a name is its gradient, $\circ$ goes number by number. The rest is the derivative of softmax, $\;dS = P \circ (dP - D)$ with $dP = dO\,V^\top$ and $D_i = \sum_j P_{ij}\,dP_{ij}$.
-# That sum runs over a whole row again! Substitute $dP$ and pull $dO$ out:
+# No maximum, no sum. What remains is the derivative of softmax ($d$ before a name is its gradient, $\circ$ multiplies number by number): $\;dS = P \circ (dP - D)$ with $dP = dO\,V^\top$ and $D_i = \sum_j P_{ij}\,dP_{ij}$.
+# $D$ sums over a whole row again! Substitute $dP$ and pull $dO$ out:
 #
 # $$ D_i = \sum_j P_{ij} \sum_c dO_{ic} V_{jc} = \sum_c dO_{ic} \sum_j P_{ij} V_{jc} = \sum_c dO_{ic}\, O_{ic}. $$
 #
@@ -298,8 +297,8 @@ def products(attend):
 reveal("flash/products", products=products(tiled)[1])
 
 # %% [markdown]
-# $dV = P^\top dO$, $dP = dO\,V^\top$, $dQ = dS\,K/\sqrt d$, $dK = dS^\top Q/\sqrt d$, and once more $QK^\top$, because it was not kept. Seven products in all against six:
-# **a tile costs more arithmetic, not less.** What a causal mask crosses out, plain attention computes and the tiled one does not. Products of both passes with such a mask, in tiles of 32:
+# Five: $dV = P^\top dO$, $dP = dO\,V^\top$, $dQ = dS\,K/\sqrt d$, $dK = dS^\top Q/\sqrt d$, and $QK^\top$ once more, because it was not kept. With the forward pass that is seven against six:
+# **a tile costs more arithmetic, not less.** But with a causal mask tiled attention skips tiles that plain attention computes. Products of both passes, masked, in tiles of 32:
 
 # %%
 masked = {
@@ -309,7 +308,7 @@ masked = {
 {name: sum(products(attend)) for name, attend in masked.items()}
 
 # %% [markdown]
-# In the loop keys are outside now: $dK$ and $dV$ of a block collect from all queries, $dQ$ is added to in slow memory.
+# Now the outer loop runs over keys: $dK$ and $dV$ of a block collect from all queries, and $dQ$ is added up in slow memory.
 
 # %%
 show(flash.backward)
@@ -338,9 +337,9 @@ both = zip(
 all((exact - ours).abs().max() < 1e-12 for exact, ours in both)
 
 # %% [markdown]
-# The gradient through lse is in there, too: $\partial\,\text{lse}_i / \partial S_{ij} = P_{ij}$, so it joins as $dS = P \circ (dP - D + d\text{lse})$. Lab 11 will need it.
+# The gradient through lse is included: $\partial\,\text{lse}_i / \partial S_{ij} = P_{ij}$, so it joins as $dS = P \circ (dP - D + d\text{lse})$. Lab 11 will need it.
 #
-# In a batch, short sequences are *padded*: filled up at the end. With a causal mask attention needs no mask for that, since no token looks at what comes after it (the loss leaves the padded positions out):
+# In a batch, short sequences are *padded*: filled up at the end. Under a causal mask padding needs no mask of its own, since no token looks at what comes after it (the loss leaves the padded positions out):
 
 # %%
 q, k, v = tensors(100)
@@ -349,7 +348,7 @@ alone, in_batch = (flash.attention(*x, causal=True)[0] for x in ((q, k, v), padd
 bool((in_batch[:, :, :100] - alone).abs().max() < 1e-6)
 
 # %% [markdown]
-# Without the causal mask, sequences of different lengths need a mask of their own, or are packed one behind the other (*In practice*).
+# Without a causal mask they need a padding mask, or are packed one behind the other (*In practice*).
 
 # %% [markdown]
 # ## Further: which numbers of a tile may have 16 bits?
@@ -409,26 +408,26 @@ reveal(
 )
 
 # %% [markdown]
-# The maximum $m$ is a unit, not a result: $o$ and $\ell$ are both counted in it, and it cancels in $o/\ell$, rounded or not. (Up to scores of 32,768. From there on the numbers of bf16 lie 256 apart, a rounded maximum may be too small by 128, and $e^{128}$ overflows in fp32.)
+# The maximum $m$ is a unit, not a result: $o$ and $\ell$ are both counted in it, and it cancels in $o/\ell$, rounded or not. (That holds for scores up to 32,768. From there on the numbers of bf16 lie 256 apart, a rounded maximum may be too small by 128, and $e^{128}$ overflows in fp32.)
 #
-# From left to right, with four times as many keys each, the errors of the two sums $\ell$ and $o$ grow, and that of $P$ does not. Is it the keys, or the blocks, since each block rounds a sum once more? The most keys again, in 16 blocks, as few as the least keys had:
+# The columns are 1024, 4096 and 16 384 keys. Along them the errors of the two sums $\ell$ and $o$ grow, and that of $P$ does not. Is the cause more keys, or more blocks, since each block rounds a sum once more? The most keys again, in 16 blocks, as many as 1024 keys had:
 
 # %%
 {name: f"{error(*in_bf16(16384), name, block=1024):.1e}" for name in ("P", "o", "l")}
 
 # %% [markdown]
-# It is the number of blocks. That holds where many keys share the weight. Queries a hundred times as long
-# make scores of several hundred, and few keys get all of it:
+# It is the number of blocks. So far many keys shared the weight. Queries a hundred times as long
+# make scores of several hundred, and then few keys get all of it:
 
 # %%
 q, k, v = in_bf16(1024)
 {name: f"{error(100 * q, k, v, short=name):.0e}" for name in ("P", "S", "o", "l")}
 
 # %% [markdown]
-# Now S is the worst: beyond 256 the numbers of bf16 lie 2 apart, and a score that is wrong by 1 makes a weight wrong by a factor of e. Kernels keep S, m, ℓ
-# and o in fp32 and round $P$ alone: tensor cores multiply 16-bit factors. Plain attention in bf16 writes S to slow memory, rounded, and so pays for S as well.
+# Now S is the worst: beyond 256 the numbers of bf16 lie 2 apart, and a score that is wrong by 1 makes a weight wrong by a factor of e. So kernels keep S, m, ℓ
+# and o in fp32. They round $P$ alone, because tensor cores multiply 16-bit factors. Plain attention in bf16 writes S to slow memory, rounded, and so has S's error, too.
 #
-# And lse has to stay in fp32: it is about 9 here, where the numbers of bf16 lie 1/16 apart. Recover the weights from a rounded lse, and add up each row, which should give 1:
+# And lse has to stay in fp32. It is about 9 here, where the numbers of bf16 lie 1/16 apart. Recover the weights from a rounded lse and add up each row, which should give 1:
 
 # %%
 q, k, v = in_bf16(4096)
@@ -439,12 +438,12 @@ f"{sums.min().item():.2f} to {sums.max().item():.2f}"
 # %% [markdown]
 # ## How many bytes move?
 #
-# Memory that is not taken is one gain, traffic that does not happen another. A GPU has a large slow memory (HBM) and, in each of its
-# processors, a small fast one: 40 to 80 GB at 1.5 to 2.0 TB/s against 192 kB for each of 108 processors, together about 19 TB/s, on an A100
-# (FlashAttention paper, section 2.1). Scores that never leave the small one cost no trip.
+# Tiling saves traffic, too. A GPU has a large slow memory (HBM) and, in each of its processors, a small fast one. On an A100 HBM holds
+# 40 to 80 GB at 1.5 to 2.0 TB/s; the fast memories hold 192 kB in each of 108 processors, together at about 19 TB/s
+# (FlashAttention paper, section 2.1). Scores that never leave fast memory cost no trip.
 #
 # Count the numbers that enter and leave *a processor* in the forward pass. Plain attention takes three steps, each from slow memory to slow memory: read Q, K, write S; read S,
-# write P; read P, V, write O (each of them once, as the papers count). The tiled one needs no scores outside, but every block of queries reads all keys and values again:
+# write P; read P, V, write O (each of them once, as the papers count). Tiled attention moves no scores, but every block of queries reads all keys and values again:
 #
 # $$ \text{plain} = 4 s^2 + 4 s d $$
 #
@@ -462,8 +461,8 @@ traffic = {name: flash.traffic(name, **sizes) for name in loops}
 plots.traffic_bars(guess=predictions["flash/moved"], **traffic)
 
 # %% [markdown]
-# **flash-1** and **flash-2** are the two papers' loops. The first has keys outside: the unfinished output of every query is read and written again for each block of keys.
-# The second has queries outside, as in the picture at the top, and writes each output once. Same tiles, same FLOPs, two
+# **flash-1** and **flash-2** are the two papers' loops. In the first the outer loop runs over keys: the unfinished output of every query is read and written again for each block of keys.
+# In the second it runs over queries, as in the picture at the top, and writes each output once. Same tiles, same FLOPs, two
 # thirds of the bytes.
 #
 # In a run every tile that `flash.attention` loads or stores is counted:
@@ -476,13 +475,13 @@ flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, **run).diff(crossed)
 
 # %% [markdown]
 # **The law.** In the papers a fast memory of M numbers holds a block of queries, keys, values and output, M/4 numbers each: $B = M/(4d)$ rows for the outer loop. flash-2
-# moves two tensors, K and V, once for each of s/B blocks of queries. flash-1 moves three, Q and O to and fro, once for each of s/B blocks of keys:
+# moves two tensors, K and V, once for each of s/B blocks of queries. flash-1 moves three, once for each of s/B blocks of keys: it reads Q and O, and writes O.
 #
 # $$ \text{flash-2} \approx 2 s d \cdot \frac{s}{B} = \frac{8\, s^2 d^2}{M} $$
 #
 # $$ \text{flash-1} \approx 3 s d \cdot \frac{s}{B} = \frac{12\, s^2 d^2}{M} $$
 #
-# Both are the $\Theta(s^2 d^2 / M)$ of the paper. It predicts: twice the tokens, 4 times the bytes; twice the fast memory, half; twice the head, 4 times. Counted:
+# Both are the $\Theta(s^2 d^2 / M)$ of the paper. So twice the tokens, or heads twice as wide, should move 4 times the numbers, and twice the fast memory half. Counted:
 
 
 # %%
@@ -502,7 +501,7 @@ for loop in ("flash-1", "flash-2"):
     print(loop, found)
 
 # %% [markdown]
-# Against the $4s^2$ of plain attention **the gain is $M/3d^2$ for flash-1 and $M/2d^2$ for flash-2 with four equal parts, and not a constant:**
+# Plain attention moves some $4s^2$. So **the gain is no constant: with four equal parts it is $M/3d^2$ for flash-1 and $M/2d^2$ for flash-2.**
 
 # %%
 for head in (64, 128):
@@ -512,9 +511,9 @@ for head in (64, 128):
         print(f"{loop}, d = {head:3}: law {law:.2f}, counted {gain:.2f}")
 
 # %% [markdown]
-# With heads of 128 and 51 kB of fast memory both loops move *more* than plain attention. Is that the price of tiling? Two other causes are in it. One is the four equal parts: in flash-2
-# keys and values only pass through. Keep 16 of them in fast memory at a time, and give the rest to queries, their outputs, and the tile of scores.
-# The other is the count: plain attention's products read K and V again too, for every block of Q or of O that fits beside the tile.
+# With heads of 128 and 51 kB of fast memory both loops move *more* than plain attention. Is that the price of tiling? There are two other causes. One is the four equal parts: in flash-2
+# keys and values only pass through. So keep 16 of them at a time, and give the rest to queries, their outputs, and the tile of scores.
+# The other is the count: plain attention's products read K and V again, too, for every block of Q or of O that fits beside the tile. "Counted alike" includes that:
 
 # %%
 for head in (64, 128):
@@ -527,8 +526,8 @@ for head in (64, 128):
     print(f"d = {head:3}, {tiled} queries at a time: {gains}")
 
 # %% [markdown]
-# It was both. With narrow blocks of keys flash-2 moves $4 s^2 d^2/M$ at least, and plain attention, counted alike, $4 s^2 + 2 s^2 d^2/M$. So the gain is at most $M/d^2 + \tfrac12$:
-# **counted alike, tiling pays at this border only where fast memory holds more than half of d² numbers.** With 16 keys at a time it takes some 5,000 for heads of 64, and 14,000 for heads of 128.
+# It was both. With narrow blocks of keys $B$ nears M/2d rows, so flash-2 moves $4 s^2 d^2/M$ at least. Blocks of plain attention near M/d rows: counted alike, it moves $4 s^2 + 2 s^2 d^2/M$. So the gain is at most $M/d^2 + \tfrac12$:
+# **counted alike, tiling pays at this border only where fast memory holds more than half of d² numbers.** With 16 keys at a time it has to hold some 5,000 for heads of 64, and 14,000 for heads of 128.
 # <!-- claim: [round((lambda q, p: (flash.traffic("plain", s=4096, d=d, itemsize=1).total + 2 * 4096 * d * (-(-4096 // p) - 1)) / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=16, itemsize=1, stat_itemsize=1).total)((M - 32 * d) // (2 * d + 16), (M - 16 * d) // (d + 16)), 1) for M, d in ((5000, 64), (14000, 128))] == [1.0, 1.0] -->
 
 # %% [markdown]
@@ -550,11 +549,11 @@ merged, _ = flash.merge(*halves[0], *halves[1])
 bool((whole - merged).abs().max() < 1e-6)
 
 # %% [markdown]
-# (No key may stand in both parts, or it counts twice.) Keys on two GPUs, keys in two thread blocks that share one long row (Flash-Decoding), keys that arrive over a ring of ranks (lab 11): all of them are this one function.
+# (No key may stand in both parts, or it counts twice.) This one function serves keys on two GPUs, keys in two thread blocks that share one long row (Flash-Decoding), and keys that arrive over a ring of ranks (lab 11).
 #
 # ### Exercise 6.2 · Two halves of the keys (15 min, ●●○)
 #
-# Compute attention over all keys from its results over parts of them. A part may be masked throughout; scores may be large. Gradients stay finite in a row that neither part sees.
+# Compute attention over all keys from its results over two parts of them. A part may be masked throughout; scores may be large. In a row that neither part sees, gradients stay finite.
 
 
 # %%
@@ -577,8 +576,8 @@ show(flash.merge)
 #
 # ### Exercise 6.3 · Bug hunt: right on every square (15 min, ●●○)
 #
-# Where does a causal mask sit when there are more keys than queries? The code below passed every test its author wrote. In a chat, a new token is one query against
-# the keys of the whole conversation. Open the code, copy it into the next cell, find what is wrong, and mend it. It should still work in tiles, and compute none that is all mask.
+# In a chat, a new token is one query against the keys of the whole conversation. Where does a causal mask sit when there are more keys than queries? The code below passed every test its author wrote.
+# Open it, copy it into the next cell, and mend it. It should still work in tiles, and skip those that are all mask.
 
 # %%
 show(buggy_attention)
@@ -595,8 +594,7 @@ hint("flash/causal-hunt")
 # %% [markdown]
 # ## Further: what is a fused kernel, in general?
 #
-# Attention is the famous case of something ordinary. An operation reads its inputs from slow memory and writes its result there; the next one reads it back.
-# Take a softmax in five operations, on 4096 rows of 4096 numbers in fp32:
+# Attention is the famous case of something ordinary. An operation reads its inputs from slow memory and writes its result there, and the next one reads it back. Take a softmax in five operations, on 4096 rows of 4096 numbers in fp32:
 
 # %%
 show(flash.softmax)
@@ -612,7 +610,7 @@ predicted = flash.passes(flash.softmax, 4096, 4096)
 reveal("flash/softmax", MB=predicted.total / 1e6)
 
 # %% [markdown]
-# Maximum: read. Subtract: read, write. Exponential: read, write. Sum: read. Divide: read, write. Eight sweeps where two would do, as in PyTorch's own `softmax`. Counted, at the dispatcher, as PyTorch runs it:
+# Maximum: read. Subtract: read, write. Exponential: read, write. Sum: read. Divide: read, write. Eight sweeps, where PyTorch's own `softmax` takes two. Counted, at PyTorch's dispatcher:
 
 # %%
 draw = torch.Generator().manual_seed(0)
@@ -639,8 +637,8 @@ flash.passes(flash.softmax, 4096, 4096, fused=True).diff(crossed)
 predict("flash/logits", GB=4.2)
 
 # %% [markdown]
-# Three such tensors are there at once: the logarithms of the probabilities, their gradient, and the gradient of the logits. But no token needs another's logits. Take r tokens at a time: logits, loss, gradient, its two products, and forget.
-# Since the loss is the end of the network, the gradients can be computed in the *forward* pass, while the logits are there; the backward pass scales them.
+# Three tensors of that size are there at once: the logarithms of the probabilities, their gradient, and the gradient of the logits. But no token needs another's logits. So take r tokens at a time: logits, loss, gradient, the two products that pass it on, and forget.
+# Since the loss is the end of the network, the gradients can be computed in the *forward* pass, while the logits are there; the backward pass only scales them.
 
 # %%
 show(flash.fused.LinearCrossEntropy)
@@ -688,7 +686,7 @@ print(found == by_formula(*whole), *map(units.text, found))
 reveal("flash/logits", GB=round(found[0] / 1e9, 1))
 
 # %% [markdown]
-# Most of what is left is the gradient of W, which has to be somewhere. Are the gradients those of PyTorch, and how many bytes do operations load and store, all at once and in chunks of 512, 128 and 32 rows?
+# Most of what is left is the gradient of W, which has to be somewhere. Are the gradients PyTorch's? And how many bytes do operations load and store, all at once and in chunks of 512, 128 and 32 rows?
 
 # %%
 draw = torch.Generator().manual_seed(0)
@@ -702,7 +700,7 @@ for rows in (512, 128, 32):
     print(f"{rows:3} rows at a time: {units.text(amount)}")
 
 # %% [markdown]
-# The gradients are equal, and the memory is paid for in traffic: each chunk reads W twice and adds to its whole gradient, which it reads and writes. That is 6·r·v·h FLOPs for 4·v·h numbers, in 16 bits 0.75·r FLOPs per byte. An H100 can do 295 in that time (next section), so there a chunk should have some 390 rows or more (590 if the gradient of W is added up in fp32).
+# The gradients are equal. The memory is paid for in traffic: each chunk reads W twice, and reads and writes the whole gradient of W. That is 6·r·v·h FLOPs for 4·v·h numbers, in 16 bits 0.75·r FLOPs per byte. An H100 does 295 FLOPs while it moves a byte (next section). So there a chunk should have some 390 rows or more (590 if the gradient of W is added up in fp32).
 # <!-- arithmetic: round(295 / (6 / (4 * 2)), -1) == 390 and round(295 / (6 / (2 * 2 + 2 * 4)), -1) == 590 -->
 # (A single chunk of all 512 rows already moves more than all at once: its softmax goes through memory step by step here. A fused kernel takes fewer sweeps.)
 
@@ -715,9 +713,9 @@ for rows in (512, 128, 32):
 #
 # Left of the *ridge*, where the two limits meet, memory is the limit.
 #
-# A roofline of HBM has to count HBM's bytes, and you have counted those of the processors. Between them lies a cache that all processors share, **L2**: 50 MB
+# A roofline of HBM has to count HBM's bytes, and so far you have counted those of the processors. Between the two lies a cache that all processors share, **L2**: 50 MB
 # on an H100. Take heads of 128, 16 384 tokens, and one block of 128 queries on each of its 132 processors. Then about one head is worked on
-# at a time. This is what K and V of the heads at work take, and what their scores would take:
+# at a time. So much do its K and V take, and so much would its scores take:
 
 # %%
 s, d = 16_384, 128
@@ -745,17 +743,17 @@ device = {roof.name: (roof.flops, roof.bandwidth)}
 plots.roofline(device, points, timed=timed, title=title)
 
 # %% [markdown]
-# The dotted line is FlashAttention-3, with blocks of 128 queries (`hopper/tile_size.h`), timed at 621 TFLOP/s forward with this head and length
-# (PyTorch's benchmark suite, pull request 2391; it names neither the Hopper GPU nor the mask). The roofs of the three:
+# The level dotted line is FlashAttention-3 with blocks of 128 queries (`hopper/tile_size.h`), timed at 621 TFLOP/s forward with this head and length
+# (PyTorch's benchmark suite, pull request 2391; it names neither the Hopper GPU nor the mask). HBM allows at most:
 
 # %%
 at_most = {name: flops / roof.time(flops, x.total) for name, x in moves.items()}
 {name: units.text(rate, "FLOP/s") for name, rate in at_most.items()}
 
 # %% [markdown]
-# On this H100 621 is more than HBM allows if it serves every read: it serves at most 425/621 of them, about two thirds. The others are shared: in L2, or by thread blocks in pairs, which this kernel can let take K and V from one load. On an H200, with 4.8 TB/s, HBM could serve 98 % of them: the same number would prove next to nothing.
+# **On an H100 this kernel must have shared reads.** 621 is more than the 425 that HBM allows if it serves every read: it served at most 425/621 of them, about two thirds. The others were shared, in L2 or by pairs of thread blocks that take K and V from one load, which this kernel can do. On an H200, with 4.8 TB/s, HBM could serve 98 % of the reads, and the same timing would prove next to nothing.
 # <!-- claim: round(100 * config.Hardware.named("H200").memory_bandwidth / config.Hardware.named("H100").memory_bandwidth * 425 / 621) == 98 -->
-# What keeps the kernel below 989, a roofline of one memory cannot say. (`flash.Roof.measured()` is the roof of the machine that you are sitting at.)
+# What keeps the kernel below 989, a roofline of one memory cannot say. (`flash.Roof.measured()` is the roof of your own machine.)
 #
 # ### How does it look on a GPU?
 #
@@ -763,7 +761,7 @@ at_most = {name: flops / roof.time(flops, x.total) for name, x in moves.items()}
 # time for another block: in the forward pass for a block of queries of one head, as in the picture at the top.
 #
 # In the backward pass $dK$ and $dV$ of a block collect from all queries, $dQ$ from all keys, and programs that run at the same time would
-# overwrite each other's sums. FlashAttention-2 adds atomically. The kernels below do without: one makes $dQ$, one $dK$ and $dV$. Both compute $QK^\top$ and $dO\,V^\top$, so a tile takes 3 + 4 = 7 products in place of 5.
+# overwrite each other's sums. FlashAttention-2 adds atomically. The kernels below share out the gradients instead: one makes $dQ$, one $dK$ and $dV$. Both compute $QK^\top$ and $dO\,V^\top$, so a tile takes 3 + 4 = 7 products in place of 5.
 #
 # The language is *Triton*: Python syntax, compiled for the GPU. Open it, and compare the thirty lines of `_forward` with `flash.forward`. The other two kernels are made of the same pieces:
 
@@ -793,7 +791,7 @@ else:
 # %% [markdown]
 # ## Further: what would HBM have to carry?
 #
-# Choose a length, a head, a fast memory and a device. Blocks are what fits; the outer block gets M/4d rows. The title lists what would take longer than the
+# Choose a length, a head, a fast memory and a device. Blocks are as large as fits; the outer block gets M/4d rows. The title lists what would take longer than the
 # arithmetic if HBM had to carry it all.
 
 
@@ -819,8 +817,8 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 
 # %% [markdown]
 # Look for the settings where tiling moves *more* than plain attention, as the papers count it. How much fast memory would make flash-2 win at d = 256? By the law 2d² = 131 072
-# numbers, 262 kB in 16 bits, and one processor of an A100 has 192 kB, of an H100 228 kB. Kernels for d = 256 exist all the same: with narrow blocks of keys about half of that is enough, counted alike a quarter, and
-# what HBM carries can come down to the last bar.
+# numbers, 262 kB in 16 bits. One processor of an A100 has 192 kB, of an H100 228 kB. Kernels for d = 256 exist all the same: with narrow blocks of keys about half of that is enough, counted alike a quarter. And caches can bring down
+# what HBM carries, to the last bar at best.
 
 # %% [markdown]
 # ## In practice
@@ -835,7 +833,7 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 # - **torchtitan.** A model's own choice: in 0.2.2 `attn_type`, `"sdpa"`, `"flex"` or `"varlen"`; on the main branch of 2026 `attn_backend`, with `"flex_flash"` for Hopper and later.
 # - **Logits in chunks.** `F.linear_cross_entropy` of PyTorch 2.13 with `options=nn.LinearCrossEntropyOptions(…)`; Liger Kernel's `LigerFusedLinearCrossEntropyLoss`.
 #
-# Dropout inside a fused attention stores no mask: the backward pass draws the same numbers again from the same seed. `flash.attention` here has no dropout.
+# Dropout inside a fused attention stores no mask: the backward pass draws the same numbers again from the same seed. `flash.attention` has none.
 
 # %% [markdown]
 # ## Errata
@@ -854,7 +852,7 @@ more_flops = flash.attention_flops(8192, 64) / flash.attention_flops(4096, 64)
 # **FlashAttention-2, algorithm 1, line 10** prints $\mathrm{diag}(e^{m_{old}-m_{new}})^{-1}$. You saw 150 where 2.99 was right. <!-- erratum: FA-08 -->
 #
 # **66.6 and 75.2 GFLOPs** (FlashAttention, figure 2: GPT-2 medium, s = 1024, d = 64, 16 heads, batch 64, forward and backward). The forward pass alone has 275 by the formula of the <!-- erratum: FA-09 -->
-# second paper, forward and backward 962. Whatever was counted, only the ratio, 1.13 times more FLOPs with FlashAttention, can be used; the table's point stands: 40.3 GB against 4.4 GB moved, 41.7 ms against 7.3 ms.
+# second paper, forward and backward 962. Whatever was counted, only the ratio can be used: 1.13 times the FLOPs with FlashAttention. The table's point stands: 40.3 GB against 4.4 GB moved, 41.7 ms against 7.3 ms.
 
 # %%
 forward = flash.attention_flops(1024, 64, heads=16 * 64) / 1e9
@@ -866,7 +864,7 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 # ### True under a condition
 #
 # **"a reduction in memory requirements by 10–20 times and a performance improvement of 2–4 times"** (the same Medium article; both figures stand in the introduction of the FlashAttention-2 paper). <!-- erratum: S2-015, S2-016 -->
-# Both are of the attention alone, at some length: the first grows with s/d without limit (here 2 at 256 tokens, 22 at 2048).
+# Both factors are of attention alone, at some length: the first grows with s/d without limit (here 2 at 256 tokens, 22 at 2048).
 #
 # **Activation memory "scales quadratically with sequence length."** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). <!-- erratum: S0-026 -->
 # While the s × s tensors are stored. In Korthikanti's $sbh\,(34 + 5as/h)$ the second term is what a fused attention removes; what is left is linear.
@@ -882,7 +880,7 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 #   <!-- claim: 2 * flash.attention_flops(4096, 64, backward=True) == 5 * flash.attention_flops(4096, 64) -->
 # - In a bf16 kernel P may be rounded; the scores, the sums ℓ and o, and lse stay in fp32.
 #   <!-- claim: flash.attention(*torch.ones(3, 1, 1, 4, 8, dtype=torch.bfloat16))[1].dtype == torch.float32 -->
-# - Bytes that processors load and store in the forward pass fall by about M/2d² if Q, K, V and O share fast memory equally, by up to M/d² if few keys are there at a time, and by up to ½ more if plain attention's
+# - In the forward pass flash-2 moves fewer bytes to and from processors than plain attention, by a factor of about M/2d² if Q, K, V and O share fast memory equally, of up to M/d² if few keys are there at a time, and up to ½ more if plain attention's
 #   products are counted as reading K and V again, too. With M = 25 600 numbers and 4096 tokens the first two are 3.09 and 4.81 for heads of 64, 0.80 and 1.25 for heads of 128.
 #   <!-- claim: [round(flash.traffic("plain", s=4096, d=d, itemsize=1).total / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1).total, 2) for d, q, k in ((64, 100, 64), (64, 163, 16), (128, 50, 50), (128, 79, 16))] == [3.09, 4.81, 0.8, 1.25] -->
 # - Output and lse of two sets of keys that share none give those of their union. Ring attention and split decoding use this one line.
@@ -895,7 +893,7 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 #   if each tensor crosses once; a published kernel reaches 621, on a Hopper GPU that its report does not name.
 #   <!-- claim: [(lambda r, f: round(f / r.time(f, flash.traffic("flash-2", s=16384, d=128, block_q=q).total) / 1e12))(flash.Roof.of(config.Hardware.named("H100")), flash.attention_flops(16384, 128)) for q in (128, 16384)] == [425, 989] -->
 #
-# Next: [lab 07](07_collectives.ipynb) leaves the single device. Its first question is what it costs to add numbers that live in different places.
+# Next: [lab 07](07_collectives.ipynb) leaves the single device. It first asks what it costs to add numbers that live in different places.
 
 # %% [markdown]
 # ## References

@@ -11,7 +11,7 @@
 # After this lab you
 #
 # - compute exact attention over keys that are never on one rank together (exercise 11.1),
-# - know what must be told to a rank that sees a part of the sequence (exercise 11.2, a bug hunt),
+# - know what a rank with a part of the sequence must be told about the whole (exercise 11.2, a bug hunt),
 # - trade tokens for heads by an all-to-all (exercise 11.3).
 
 # %% [markdown]
@@ -36,7 +36,7 @@ from labutils.world import World
 # ## The idea in one picture
 #
 # Four ranks hold a quarter of the sequence each. Queries stay; keys and values go round a ring. A cell is a chunk of queries (down) that meets a chunk of keys
-# (across): its color is the rank that computes it, its number the step in which those keys are there. White is masked.
+# (across). Its color says which rank computes it, its number in which step of the ring. White is masked.
 
 # %%
 quarters = context_parallel.layout(s=16, n=4, kind="contiguous")
@@ -51,16 +51,16 @@ plots.key_ring(quarters.grid())
 
 # %% [markdown]
 # This is *context parallelism*. Everything but attention works on each token alone, so there a rank needs nothing but its tokens. Attention needs
-# **one ring of keys and values per layer, and the change of units of lab 06 to add up what the steps give.**
+# **one ring of keys and values per layer, and lab 06's `flash.merge` to join what the steps give.**
 
 # %% [markdown]
 # ## Can a query meet its keys one rank at a time?
 #
-# In lab 06 the keys were cut into blocks. Each block gives an output and a log-sum-exp (lse) of its scores, and `flash.merge` makes of two such pairs that of both
-# blocks together. It does not ask where a block was computed.
+# In lab 06 the keys were cut into blocks. Each block gives an output and the log-sum-exp (lse) of its scores, and `flash.merge` makes of two such pairs the pair
+# of both blocks together. Where a block was computed does not matter.
 #
-# A step on each of N ranks: start to send the keys and values that you have to the next rank, and to receive those of the rank before; compute with what you
-# have, and merge; then wait for the messages. `comm.isend(x, dst)` and `comm.irecv(out, src)` begin a message and return at once; `wait()` on what they
+# In a step each of N ranks starts to send its keys and values to the next rank, and to receive those of the rank before. Then it computes with what it has, merges, and waits for the
+# messages. `comm.isend(x, dst)` and `comm.irecv(out, src)` begin a message and return at once; `wait()` on what they
 # return ends it, and gives `out`.
 #
 # What a rank computes in a step is a list of *tiles*. Those of rank 2 with the keys of rank 1, and with its own:
@@ -69,12 +69,12 @@ plots.key_ring(quarters.grid())
 list(quarters.tiles(rank=2, holder=1)), list(quarters.tiles(rank=2, holder=2))
 
 # %% [markdown]
-# Rows and columns are places among the tokens that two ranks have; query i of `rows` sees key j of `columns` where j ≤ i + `offset`. Offset 0 is the usual
+# `rows` are places among the tokens of rank 2, `columns` among those of the holder. Query i of `rows` sees key j of `columns` where j ≤ i + `offset`. Offset 0 is the usual
 # triangle, offset 4 is a square of 4 × 4 in which everything is seen.
 #
 # ### Exercise 11.1 · Pass the keys round (25 min, ●●○)
 #
-# Return output and lse of this rank's queries. Keep two sets of keys at most: the one that you compute with, and the one that is coming. Merge by `flash.merge(o1, lse1, o2, lse2)`; the `tiles` of `whole` are right for any layout.
+# Return output and lse of this rank's queries. Keep two sets of keys at most: the one that you compute with, and the one that is coming. Merge by `flash.merge(o1, lse1, o2, lse2)`; `whole.tiles` is right for any layout.
 
 
 # %%
@@ -97,7 +97,7 @@ show(context_parallel.ring)
 
 # %% [markdown]
 # **Backward** the keys go round once more. With the lse over *all* keys, $P_{ij} = e^{s_{ij} - \text{lse}_i}$ (lab 06) gives a tile its part of the whole softmax, so each
-# tile's gradients are right by themselves. $dQ$ stays with the queries. $dK$ and $dV$ collect from every rank, and have to come home: the sums travel behind their
+# tile's gradients are right by themselves. $dQ$ stays with the queries. $dK$ and $dV$ collect from every rank, and have to come home: their sums travel behind their
 # keys, and the owner's part waits at home.
 #
 # > Keys and values travel in bf16, the sums of their gradients in fp32. How many times the bytes of the forward pass does the backward pass send?
@@ -106,11 +106,11 @@ show(context_parallel.ring)
 predict("ring/backward", times=2)
 
 # %% [markdown]
-# In each of N − 1 hops a rank sends keys and values of s/N tokens, g heads of width d, e bytes each:
+# In each of N − 1 hops a rank sends keys and values of s/N tokens: g heads of width d, with e bytes per number.
 #
 # $$ \text{forward, per layer:}\quad (N-1)\cdot 2\,\frac{s}{N}\,g\,d\,e $$
 #
-# The backward pass sends that again, and as many sums of gradients: 2 + 4 bytes where there were 2.
+# The backward pass sends them again, and as many sums of gradients: 2 + 4 bytes per number where there were 2.
 
 # %%
 llama = ModelConfig.named("llama-3.1-8b")
@@ -123,7 +123,7 @@ share = sent.by("name")
 reveal("ring/backward", times=share["ring backward"] / share["ring forward"])
 
 # %% [markdown]
-# Is the formula what is sent? A small model with RoPE and two key–value heads, on four ranks, and rank 2 alone in a dry run. `step.build` puts a whole training step
+# Is the formula what is sent? A small model with RoPE and two key–value heads trains on four ranks, then rank 2 alone in a dry run. `step.build` puts a whole training step
 # together, for any mesh: it also averages the gradients of the four ranks, and the loss.
 
 # %%
@@ -157,7 +157,7 @@ formula.diff(dry.ledger).unexplained
 # %% [markdown]
 # ## Who has the most to do?
 #
-# All ranks have equally many tokens. But the first rank's queries see few keys, and the last rank's nearly all. A step is over when the busiest rank is done.
+# All ranks have equally many tokens. But the first rank's queries see few keys, and the last rank's see most. A step is over when the busiest rank is done.
 #
 # > Four ranks, four chunks, a long sequence. How many times the average does the last rank compute?
 
@@ -169,17 +169,18 @@ predict("imbalance/last-rank", times=1.5)
 #
 # $$ \frac{N - \frac12}{N/2} \;=\; \frac{2N-1}{N} $$
 #
-# times the average, which nears 2: half of all devices' time in attention is waiting. The *zig-zag* cuts 2N chunks, and gives rank i the chunks i and 2N − 1 − i, an early one and a
+# times the average. On many ranks that nears 2, and half of all devices' time in attention is waiting. The *zig-zag* cuts 2N chunks, and gives rank i the chunks i and 2N − 1 − i, an early one and a
 # late one (Llama 3 cuts so, and Striped Attention balanced a ring before):
 
 # %%
 both = {
     kind: context_parallel.layout(131_072, 4, kind) for kind in ("contiguous", "zigzag")
 }
-plots.who_computes(**{kind: whole.grid() for kind, whole in both.items()})
+title = "Contiguous: the last rank computes 1.75 times the average. Zig-zag: all alike"
+plots.who_computes(title=title, **{kind: whole.grid() for kind, whole in both.items()})
 
 # %% [markdown]
-# Counted in the tiles that the ring computes:
+# Counted in pairs of query and key:
 
 # %%
 work = [sum(both["contiguous"].met(rank)) for rank in range(4)]
@@ -190,13 +191,13 @@ zigzag = both["zigzag"]
 [zigzag.work(rank) for rank in range(4)], {zigzag.met(rank) for rank in range(4)}
 
 # %% [markdown]
-# The work is the same for all four ranks, and not only in total: in every step all of them compute equally many pairs. That matters as much, since ranks wait for each other's keys in every step:
+# All four ranks have the same work, in total and in every step. The second matters as much, since ranks wait for each other's keys in every step:
 
 # %%
 plots.key_ring(zigzag.grid())
 
 # %% [markdown]
-# What does that make of the time? The attention of one layer of Llama-3.1-8B, forward, on H100s whose attention reaches 49 % of the peak (assumed, in proportion to lab 09's products), each in a node of its own, with 40 GB/s to the next one. The
+# How much time does that save? Take the attention of one layer of Llama-3.1-8B, forward. Each H100 is in a node of its own, with 40 GB/s to the next one. Its attention reaches 49 % of the peak (assumed, in proportion to lab 09's products). The
 # number in a bar is the rank whose keys are met.
 
 # %%
@@ -221,7 +222,7 @@ plots.overlap(title=title, per="layer", **steps)
 # %% [markdown]
 # ## When does the ring cost no time?
 #
-# A step of the zig-zag computes (T/2) · T pairs of query and key, for T tokens per rank: two chunks of queries with one of keys, or one with two. A pair costs 4d FLOPs in each of a heads of width d.
+# With T tokens per rank, a step of the zig-zag computes (T/2) · T pairs of query and key: two chunks of queries meet one of keys, or one meets two. A pair costs 4d FLOPs in each of a heads of width d.
 #
 # > On those H100s, with 40 GB/s, how many tokens must a rank have until its messages hide behind computing?
 
@@ -260,7 +261,7 @@ law = {
     for link, bound in least.items()
 }
 title = "A ring of 8 ranks waits for its messages up to the bend of each line"
-axes = dict(xlabel="tokens per rank", ylabel="time / computing", log="xy")
+axes = dict(xlabel="tokens per rank", ylabel="time over computing alone", log="xy")
 dots = {link: (counts, found) for link, found in lines.items()}
 plots.curves(fine, title=title, measured=dots, **axes, **law)
 
@@ -269,7 +270,7 @@ for link, found in lines.items():
     print(f"{link}, from {least[link]:.0f} tokens on:", [round(x, 2) for x in found])
 
 # %% [markdown]
-# The lines are the formula: of eight steps seven take max(1, least/T) times their computing, and the last one sends nothing. The dots are time lines. Above the least number of tokens the factor is 1.00. What if the ring waited *before* it computed? The overlap, switched off:
+# The lines are the formula: of eight steps seven take max(1, least/T) times their computing, and the last one sends nothing. The dots are simulated time lines. Above the least number of tokens the factor is 1.00. What if the ring waited *before* it computed? The overlap, switched off:
 
 # %%
 for count in (8192, 32_768):
@@ -277,7 +278,7 @@ for count in (8192, 32_768):
     print(f"{count:6} tokens: {waits:.2f} times the computing alone")
 
 # %% [markdown]
-# The backward pass computes 2.5 times as much (lab 06) and sends 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop, which brings the sums home, has nothing left to hide behind. This is a model: ranks alike, no latency, nothing else on the links.
+# The backward pass computes 2.5 times as much (lab 06) and sends 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop, which brings the sums home, has nothing left to hide behind. All of this is a model: ranks alike, no latency, nothing else on the links.
 
 # %% [markdown]
 # ## What must a rank be told about its tokens?
@@ -291,7 +292,7 @@ for count in (8192, 32_768):
 # | loss | average over *its* targets | sum, divided by the targets of all: ranks may have different numbers of targets that count (lab 05) |
 # | gradients | have those of its own tokens | a mean over `("dp", "cp")`, as if all were replicas |
 #
-# `distribute` does the first two, `mean_loss` the third; `data_parallel.replicate` over the joint axis the fourth. Two sequences on each of two dp ranks, every sequence
+# `distribute` does the first two, `mean_loss` the third, and `data_parallel.replicate` over the joint axis the fourth. The test: two sequences on each of two dp ranks, every sequence
 # over two cp ranks, some targets ignored; three steps of AdamW in float64:
 
 # %%
@@ -354,8 +355,8 @@ is_right(results)
 # %% [markdown]
 # ### Exercise 11.2 · Bug hunt: the model that passed its test (12 min, ●●●)
 #
-# Written by hand: a model, its tokens in a zig-zag, the ring. `loss` is to be such that the *mean over ranks* of losses, and of gradients, is that of the whole sequences.
-# Its test compares the loss of a fresh model. Three things are wrong. (The model and its one table `model.blocks[0].attention.rotary` have a `places_` each. Where it is not None, it is a function of the number of tokens that gives their places.)
+# Below, a model, a zig-zag and the ring are put together by hand. The *mean over ranks* of `loss` should be the loss of the whole sequences, and the mean of its gradients their gradient.
+# Its test compares the loss of a fresh model. Three things are wrong. (The model and its one RoPE table, `model.blocks[0].attention.rotary`, have a `places_` each: None, or a function from a number of tokens to their places.)
 
 
 # %%
@@ -394,7 +395,7 @@ for block in blind.blocks:
 f"{blind.loss(tokens, tokens):.3f} without attention"
 
 # %% [markdown]
-# Its loss hardly depends on attention: test with large weights.
+# A fresh model's loss hardly depends on attention, so this test cannot fail. Test with large weights.
 
 # %%
 check("context_parallel/bug-hunt", LongContext)
@@ -417,16 +418,16 @@ show(context_parallel.mean_loss)
 # %% [markdown]
 # ## Further: what does a rank of 16 keep of 131,072 tokens?
 #
-# > Llama-3.1-8B in bf16, one sequence. One device would keep 984 GB for the backward pass. How many times less does one of 16 ranks keep, through which the keys of all pass?
+# > Llama-3.1-8B in bf16, one sequence. One device would keep 984 GB for the backward pass. How many times less does each of 16 ranks keep, though the keys of all ranks pass through it?
 
 # %%
 predict("kept/of-16", times=12)
 
 # %% [markdown]
-# Keys that pass are used and dropped; kept are q, k, v, the output and its lse of a rank's own tokens. So a rank keeps what a model of s/N tokens keeps (lab 03), its
+# Keys that pass are used and dropped. A rank keeps q, k, v, output and lse of its own tokens. So it keeps what a model of s/N tokens keeps (lab 03), its
 # rows of the RoPE tables, and the number of all targets.
 #
-# The dry run takes the code at full width and length, with one of the 32 layers, on the last rank of N. `block` says how large a tile of scores may be. Fake tensors have no values to store, so it may be as large as the sequence.
+# The dry run is of the last of N ranks, at full width and length, with one of the 32 layers. `block` says how large a tile of scores may be. Fake tensors have no values to store, so it may be as large as the sequence.
 
 # %%
 one = dataclasses.replace(llama, num_layers=1)
@@ -451,7 +452,7 @@ for n in (1, 2, 4, 8, 16):
     print(f"{n:5}  {kept:16,} B  {kept - batch - formula:11}  {units.text(whole):>20}")
 
 # %% [markdown]
-# 32 times the first column would be more than the last: log-probabilities are in the one layer's number, and a model has them once.
+# The last column is less than 32 times the one layer's bytes: these include log-probabilities, which a model has only once.
 
 # %%
 by_1, by_16 = (formulas.activations(llama, bf16, Mesh(cp=n)).total for n in (1, 16))
@@ -466,14 +467,14 @@ for level in (0, 3):
     print(f"states, ZeRO-{level}", units.text(held), "and both", both)
 
 # %% [markdown]
-# Of what a rank holds, context parallelism divides activations and nothing else: every rank holds all weights. Both do not fit an H100. So the same ranks shard the states, ZeRO over `("dp", "cp")` (lab 09). That is 69.6 GB, and not yet the peak. In the backward pass of the head come gathered weights, their gradients and those of the logits: 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do; a ring then goes round three times, and sends a quarter more.
+# **Context parallelism divides activations and nothing else.** Every rank holds all states, and with activations that is 190 GB, too much for an H100. So the same ranks shard the states, by ZeRO-3 over `("dp", "cp")` (lab 09): 69.6 GB. The peak is higher: in the backward pass of the head come gathered weights, their gradients and those of the logits, 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do, but a ring then goes round three times, and sends a quarter more.
 #   <!-- claim: claims.peak_of_8192_tokens_on_16_ranks() == 75.5 -->
 
 # %% [markdown]
 # ## Further: or trade tokens for heads?
 #
-# Heads do not meet in attention. *Ulysses* therefore trades: before attention, each rank gives away its tokens of the other ranks' heads, and gets all tokens of
-# its own. That is an all-to-all (lab 07); after attention comes the way back.
+# Heads do not meet in attention. So *Ulysses* trades tokens for heads: before attention, each rank gives away its tokens of the other ranks' heads, and gets all tokens of
+# its own heads. That is an all-to-all (lab 07). After attention another one takes everything back.
 #
 # ### Exercise 11.3 · Trade tokens for heads (8 min, ●●○)
 #
@@ -502,7 +503,7 @@ show(context_parallel.heads_for_tokens)
 predict("ring/over-ulysses", times=1)
 
 # %% [markdown]
-# Ulysses moves queries and outputs, of a heads each, and keys and values; where there are more ranks than key–value heads, each of these is copied to several. A rank keeps 1/N of what it moves:
+# Ulysses moves queries and outputs of a heads, and keys and values of g heads; on more ranks than that, key–value heads are copied until there are N. A rank keeps 1/N of what it moves:
 #
 # $$ \underbrace{\bigl(2a + 2\max(g, N)\bigr)\,\frac{s}{N}\,d\,e\cdot\frac{N-1}{N}}_{\text{Ulysses}} \qquad \underbrace{2\,g\,\frac{s}{N}\,d\,e\cdot(N-1)}_{\text{ring}} $$
 
@@ -527,12 +528,12 @@ reveal("ring/over-ulysses", times=ratio[8])
 {n: round(times, 2) for n, times in ratio.items()}
 
 # %% [markdown]
-# For N up to g both are equal at N = a/g + 1, here five ranks. That is a forward pass. Backward, the ring sends keys and values again, with fp32 sums of their gradients, three times its forward
-# bytes; Ulysses sends what it sent forward. So in a training step, 4 × the ring's forward bytes against 2 × those of Ulysses, they are equal at
+# **Forward**, for N up to g, both are equal at N = a/g + 1, here five ranks. **Backward** the ring sends three times its forward bytes (keys and values, with fp32 sums of their gradients), and Ulysses sends
+# what it sent forward. So a training step sends 4 × the ring's forward bytes against 2 × those of Ulysses. They are equal at
 #
 # $$ 4\cdot 2g\,(N-1) \;=\; 2\,(2a+2g)\,\frac{N-1}{N} \quad\Longleftrightarrow\quad N \;=\; \frac{1}{2}\Bigl(\frac{a}{g}+1\Bigr), $$
 #
-# with four query heads to a key at two and a half ranks. (That is with sums in fp32. In bf16 the ring would send three times its forward bytes, on 8 ranks 2.4 times those of Ulysses.)
+# with four query heads per key–value head at two and a half ranks. (With sums in bf16 a step of the ring would send 3 × its forward bytes, on 8 ranks 2.4 times those of Ulysses.) A step's bytes, ring over Ulysses, by the number of ranks:
 
 # %%
 {
@@ -541,18 +542,18 @@ reveal("ring/over-ulysses", times=ratio[8])
 }
 
 # %% [markdown]
-# On four ranks the ring sends less forward, and 1.6 times as much in the whole step. Ulysses computes with one kernel over the whole sequence. But attention waits for the exchange, and there are no more ranks than heads.
+# On four ranks the ring sends less forward, and 1.6 times as much in the whole step. Ulysses also computes with one kernel over the whole sequence. Against it: attention waits for the exchange, and there are no more ranks than heads.
 #
-# **Or gather all keys.** A third way sends forward what the ring sends, in one all-gather before attention. The backward pass gathers them again, unless they were kept, and ends with a reduce-scatter of their gradients. In this simplest form nothing overlaps, and a rank holds all keys and values of one layer. Llama 3 405B was trained like that: 131,072 tokens on 16 ranks, times eight of tensor parallelism (section 3.3.2
-# of its report), because document masks are simple when all keys are there, and because with grouped queries the keys are small. Would you?
+# **Or gather all keys.** A third way sends forward what the ring sends, in one all-gather before attention. The backward pass gathers keys and values again, unless they were kept, and ends with a reduce-scatter of their gradients. In this simplest form nothing overlaps, and a rank holds all keys and values of one layer. Llama 3 405B was trained like that: 131,072 tokens on 16 ranks, times eight of tensor parallelism.
+# Its report gives two reasons (section 3.3.2): document masks are simple when all keys are there, and with grouped queries the keys are small. Would you?
 #
-# > Llama-3.1-405B has 128 query heads and 8 key–value heads. Without tensor parallelism a ring of 16 ranks sends 1.8 times the bytes of Ulysses in a training step, by the formulas above. How many times, if eight ranks of `tp` share out the heads first (lab 10)?
+# > Llama-3.1-405B has 128 query heads and 8 key–value heads. Without tensor parallelism a ring of 16 ranks sends 1.8 times the bytes of Ulysses in a training step. How many times, if eight ranks of `tp` share out the heads first (lab 10)?
 
 # %%
 predict("llama-405b/ring-over-ulysses", times=1.8)
 
 # %% [markdown]
-# A step of one layer, forward and backward, per rank, with 40 GB/s each. A hop of the ring backward carries keys and the fp32 sums of their gradients. The last hop, of sums alone, has nothing to hide behind; do the others hide?
+# Compare the three in a step of one layer, forward and backward, with 40 GB/s per rank. Do the hops of the ring hide? Backward a hop carries keys, values and the fp32 sums of their gradients. The last hop, of sums alone, has nothing to hide behind; the others:
 
 # %%
 big = dataclasses.replace(ModelConfig.named("llama-3.1-405b"), seq_len=131_072)
@@ -563,7 +564,7 @@ carries, during = 3 * 8 * one_head / 16 / bw, attend * 2.5 / 3.5 / 16
 print(f"a hop backward: {1e3 * carries:.1f} ms, behind {1e3 * during:.1f} ms")
 
 # %% [markdown]
-# They do. So the ring waits for its last hop, and the other two wait for all that they send. In this table "of attention" is that wait over attention's computing, "of all" over all that a rank computes for a layer, and "holds" is what a rank has of keys, values and their gradients at its fullest moment, in the backward pass:
+# They hide. So the ring waits for its last hop, and the other two wait for all that they send. In the table, "of attention" is that wait over attention's computing, and "of all" over all that a rank computes for a layer. "Holds" is what a rank has of keys, values and their gradients at the fullest moment, in the backward pass:
 
 
 # %%
@@ -594,9 +595,9 @@ for tp in (1, 8):
 reveal("llama-405b/ring-over-ulysses", times=round(ring_sends / ulysses_sends, 2))
 
 # %% [markdown]
-# With eight ranks of tensor parallelism all three send the same here, where a rank has as many query heads as cp has ranks, 16; on fewer ranks the ring sends less than Ulysses. A ring and an all-gather send keys, of which a rank has one head in place of eight. Ulysses gains less: 16 ranks need 16 key–value heads, and each copies its only one 16 times.
+# **With eight ranks of tensor parallelism all three send the same here.** Ring and all-gather send keys, of which a rank now has one head in place of eight. Ulysses gains less: 16 ranks need 16 key–value heads, so the only one is copied 16 times. (The bytes are equal because a rank has as many query heads as cp has ranks, 16; on fewer ranks of cp the ring sends less than Ulysses.)
 #
-# So the choice is between a wait of 20 % of attention's computing, a tenth of all that a layer computes, and a ring that has next to none. (What the ring pays is not counted here: 16 small products in place of one large, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks that stay simple.
+# So all-gather and Ulysses wait for 20 % of attention's computing, a tenth of all that a layer computes, and the ring for next to nothing. (What the ring pays is not counted here: 16 small products in place of one large, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks that stay simple.
 #
 # Even without tp the ring waits less than Ulysses in this table. It hides down to 1,528 tokens per rank forward, and 1.2 times as many backward.
 #   <!-- claim: (lambda h: round(context_parallel.least_tokens(h.rate("attention"), h.network.bandwidth, groups=8 / 128)))(config.Hardware.named("H100")) == 1528 -->
@@ -621,7 +622,7 @@ for count in (2048, 4096, 8192, 16384):
 # %% [markdown]
 # **So count the tokens of a rank.** With enough to hide behind, a ring waits least; with fewer, and without tp, Ulysses does. An all-gather is for simple masks, while its memory and its wait do not hurt.
 #
-# `predict.time` counts a step of any mesh as if nothing overlapped, as the all-gather does (lab 10). Are these its seconds? One layer, without the latency of 5 µs per message:
+# `predict.time` counts a step of any mesh as if nothing overlapped (lab 10), which is true of the all-gather. Does it give the table's wait? One layer, without the latency of 5 µs per message:
 
 # %%
 no_latency = dataclasses.replace(h100, network=Link(0, bw))
@@ -630,7 +631,7 @@ waits = rows["all-gather"][1]
 print(f"{1e3 * exposed / big.num_layers:.2f} ms, and in the table {1e3 * waits:.2f} ms")
 
 # %% [markdown]
-# **Document masks.** Packed sequences attend within their own document. Is the zig-zag still fair? The busiest of four ranks over the mean, for one document, and for a long one behind 0 to 32 of 32 short ones. First with one cut through them all, then with each document cut by itself:
+# **Document masks.** Packed sequences attend within their own document. Is the zig-zag still fair? The work of the busiest of four ranks over the mean, for one document, and for a long one with 0 to 32 of 32 short ones before it. First with one zig-zag through them all, then with each document cut by itself:
 
 
 # %%
@@ -653,7 +654,7 @@ for k, lengths in before.items():
     print(f"{k:2} before it: {together:.2f}, cut apart {apart:.2f}")
 
 # %% [markdown]
-# One zig-zag balances one triangle: with a long document among short ones the busiest rank computes 1.7 to 2.9 times the mean, depending on where it stands. Where each document has a zig-zag of its own, the work is even again, on a ring as well. Transformer Engine does so, and pads each document to a multiple of 2·cp (pull request 2129). What it costs
+# One zig-zag balances one triangle: with a long document among short ones the busiest rank computes 1.7 to 2.9 times the mean, depending on where the long one stands. Where each document has a zig-zag of its own, the work is even again, on a ring as well. Transformer Engine does so, and pads each document to a multiple of 2·cp (pull request 2129). The price
 # is that padding, and small tiles: a document of 2,048 tokens on 16 ranks is 32 chunks of 64.
 #
 # After three steps of training with Ulysses the weights equal those of one device, and every byte that a step sends is in the formula:
@@ -667,8 +668,7 @@ is_right(grid.run(trained, "ulysses")), sent.diff(world.ledger.only(rank=2)).une
 # %% [markdown]
 # ### Further: with tensor parallelism
 #
-# With tensor parallelism (lab 10) each rank has its heads already, and the ring runs among the ranks that have the *same* heads.
-# Two by two ranks, each with half the tokens of half the heads:
+# With tensor parallelism (lab 10) each rank has its heads already, and the ring runs among the ranks that have the *same* heads. Two by two ranks, each with half the tokens of half the heads:
 
 # %%
 q, k, v = torch.randn(3, 1, 4, 16, 8, generator=draw, dtype=torch.float64)
@@ -738,7 +738,7 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 #
 # ### True under a condition
 #
-# **Its condition c ≥ F/bw** has no mask and no grouped queries: causal in a zig-zag takes twice the tokens, grouping divides them by a/g. <!-- erratum: CP-06 -->
+# **Its condition c ≥ F/bw** is without a mask and grouped queries. A causal mask in a zig-zag takes twice the tokens; grouping divides them by a/g. <!-- erratum: CP-06 -->
 #
 # **"During training, we cannot afford large context windows."** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). True while s × s scores are stored. Of what is kept above, no tensor grows faster than s, and each rank has 1/N of it. <!-- erratum: S0-027 -->
 
@@ -759,7 +759,7 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # > - Ulysses trades tokens for heads, and has no more ranks than heads. On 8 ranks of Llama-3.1-8B a ring sends 1.6 times as much forward and 3.2 times as much in a training step, with fp32 sums of gradients. With enough tokens per rank it hides all but the last hop.
 # >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(name=name).total for way, name in (("ring", "ring forward"), ("ulysses", "all_to_all forward")))) == 1.6 -->
 # >   <!-- claim: round((lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(axis="cp").total for way in ("ring", "ulysses"))), 1) == 3.2 -->
-# > - Tensor parallelism shares out the heads first, and takes from Ulysses what it gains: with Llama-3.1-405B's 16 ranks of cp times 8 of tp, ring, Ulysses and an all-gather of keys send the same in a step; on fewer ranks of cp the ring sends less.
+# > - Tensor parallelism shares out the heads first, and takes away what Ulysses gains: with Llama-3.1-405B's 16 ranks of cp times 8 of tp, ring, Ulysses and an all-gather of keys send the same in a step; on fewer ranks of cp the ring sends less.
 # >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-405b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=16, tp=8)).only(axis="cp").total for way in ("ring", "ulysses"))) == 1 -->
 #
 # Next: [lab 12](12_expert_parallel.ipynb) shares out the experts of a layer.

@@ -35,7 +35,7 @@ from labutils.world import World
 # %% [markdown]
 # ## The idea in one picture
 #
-# Four ranks with 64 tokens each, eight experts, two on each rank. Every token visits two experts, which a router has learned to choose in 40 steps of training. A row says where the tokens of a rank go, a bar what an expert has to compute:
+# Four ranks read 64 tokens each, and each holds two of eight experts. Every token visits two experts; a router chooses them, here after 40 steps of training. A row says where one rank's tokens go, a bar how many visits one expert has to compute:
 
 # %%
 one, learn = World(1), rigs.expert_parallel.train_router
@@ -43,8 +43,7 @@ trained = one.run(learn, seed=0)[0]
 plots.visits(trained.visits(ranks=4))
 
 # %% [markdown]
-# Expert parallelism is **an all-to-all of tokens to the ranks that hold their experts, and an all-to-all of results back.** The data decide how many go where. The shares are uneven, and all
-# ranks wait for the one whose experts are busiest.
+# Expert parallelism is **an all-to-all of tokens to the ranks that hold their experts, and an all-to-all of results back.** The data decide how many go where. So the shares are uneven, and all ranks wait for the one whose experts are busiest.
 
 # %% [markdown]
 # ## How does a token choose its experts?
@@ -53,7 +52,7 @@ plots.visits(trained.visits(ranks=4))
 #
 # $$ y \;=\; \sum_{e\,\in\,\text{best } k} w_e\, f_e(x), \qquad w_e \;=\; \frac{s_e}{\sum_{j\,\in\,\text{best } k} s_j}. $$
 #
-# The scores s are a softmax over all experts (Mixtral), or the sigmoid of each one by itself (DeepSeek-V3). The division *renormalizes*: the weights of the chosen experts add up to 1.
+# The scores s are a softmax over all experts (Mixtral), or a sigmoid for each expert by itself (DeepSeek-V3). The division *renormalizes*: the weights of the chosen experts add up to 1.
 #
 # > Mixtral-8x7B has E = 8 experts in each layer and k = 2. How many billion parameters does it have?
 
@@ -77,7 +76,7 @@ f"a token meets {met / 1e9:.1f} of {mixtral.num_params / 1e9:.1f} billion parame
 # %% [markdown]
 # ### Exercise 12.1 · Choose the experts (10 min, ●○○)
 #
-# `bias` is a number for each expert, added to the *scores* where experts are chosen, and nowhere else. You will need it for balance.
+# `bias` holds one number per expert. It is added to the *scores* to choose experts, and used nowhere else. Later it will balance them.
 
 
 # %%
@@ -99,7 +98,7 @@ hint("expert_parallel/route", 1)
 show(expert_parallel.route)
 
 # %% [markdown]
-# From the model's loss the router learns only through the weights: choosing has no gradient. With k = 1 a renormalized weight is 1, whatever the scores are:
+# Choosing has no gradient, so from the model's loss the router learns only through the weights. With k = 1 a renormalized weight is always 1, and the router learns nothing:
 
 # %%
 for k in (1, 2):
@@ -118,9 +117,9 @@ for k in (1, 2):
 #
 # 1. **Count.** Sort the visits by expert. Tell every rank how many come: an all-to-all of E whole numbers.
 # 2. **Dispatch.** Send the rows, an all-to-all with uneven shares.
-# 3. **Compute.** Each expert runs on the rows that have come, all of a rank's or all ranks' at once: it is a product of matrices.
+# 3. **Compute.** Each expert runs on the rows that have come. It treats each row alone, so those of several ranks may be joined.
 # 4. **Combine.** Send the results back, with the shares reversed.
-# 5. **Add up.** Multiply each by its weight, and add it to the row of its token.
+# 5. **Add up.** Multiply each result by its weight, and add it to its token's row.
 #
 # ### Exercise 12.2 · Bring the tokens home (35 min, ●●●)
 #
@@ -150,7 +149,7 @@ show(expert_parallel.dispatch)
 show(expert_parallel.combine)
 
 # %% [markdown]
-# The backward pass runs the same way in reverse: gradients of results travel out, gradients of tokens come back.
+# The backward pass takes the same way in reverse: gradients of results travel to the experts, gradients of tokens come back.
 #
 # > How many all-to-alls does *one* layer take in a training step, forward and backward?
 
@@ -158,7 +157,7 @@ show(expert_parallel.combine)
 predict("layer/all-to-alls", calls=2)
 
 # %% [markdown]
-# A small GPT on three ranks: one layer of six experts, and a *shared expert*, which every token visits besides. It is compared with the plain model, which holds all experts and reads all sequences:
+# A small GPT on three ranks has one layer of six experts and a *shared expert*, which every token visits as well. Does it train like the plain model, which holds all experts and reads all sequences?
 
 # %%
 sizes = dict(num_layers=1, d_model=32, num_heads=2, d_ff=32, vocab_size=64, seq_len=32)
@@ -211,7 +210,7 @@ ranks = three.run(spread)
 compare(ranks, whole)
 
 # %% [markdown]
-# Equal, the router's gradient included. Now the bytes of one step. The formula takes what the router decided: for each layer, from each rank, the visits to each expert.
+# It does, the router's gradient included. Now the bytes of one step. The formula takes what the router decided: how many visits each rank sends to each expert.
 
 # %%
 ranks = three.run(spread, steps=1)
@@ -225,11 +224,11 @@ calls = {line.name: line.count // 2 for line in told.only(rank=0)}  # 2 other ra
 reveal("layer/all-to-alls", calls=sum(calls.values()))
 
 # %% [markdown]
-# Five: one of counts, and four of rows. If the visits are spread evenly, each of the four carries
+# Five: one of counts, and four of rows. If the visits are spread evenly, each of the four sends
 #
 # $$ \frac{N_e-1}{N_e}\; k\, b\, s\, h \ \text{numbers} $$
 #
-# from each rank: b·s tokens, k visits each, h numbers per row, and of the visits 1/N_e stay at home.
+# from each rank: b·s tokens make k visits each, a row has h numbers, and 1/N_e of the visits stay at home.
 
 # %% [markdown]
 # ## Who averages which gradients?
@@ -245,8 +244,7 @@ for axis in ("dp", "ep", "edp"):
 # %% [markdown]
 # Attention, norms, embeddings, the router and a shared expert are on all ranks of `dp`, so their gradients are averaged over `dp`. An expert is on the ranks of `edp` alone: of N_d data-parallel ranks, N_d/N_e.
 #
-# Its gradient has come from all tokens of its block already. Each rank's loss is a mean over its own tokens, so the sum over a block is N_e times a mean. The backward pass of `combine` divides by N_e before gradients reach the experts; that of
-# `dispatch` multiplies by N_e again, for the tokens. Then each group divides by its own size:
+# An expert's gradient comes from all tokens of its block already. Each rank's loss is a mean over its own tokens, so this gradient is a sum of N_e means, N_e times too large. Therefore the backward pass of `combine` divides by N_e before gradients reach the experts, and that of `dispatch` multiplies by N_e again, for the tokens. Then each group divides by its own size:
 
 # %%
 show(expert_parallel.reduce_gradients)
@@ -255,19 +253,18 @@ show(expert_parallel.reduce_gradients)
 compare(World(mesh).run(spread), whole)
 
 # %% [markdown]
-# The mean over the wrong group has the right shape and raises no error by itself: the first expert of rank 0 is number 0, that of rank 1 number 3, and on both ranks it is called `experts.0`.
+# A mean over the wrong group raises no error by itself, since shapes and names agree: `experts.0` is expert 0 on rank 0 and expert 3 on rank 1.
 
 # %% [markdown]
 # ### Further: what does a rank hold?
 #
-# > Mixtral in bf16 with fp32 masters, 16 bytes per parameter (lab 02): 747 GB. On 8 ranks each has one expert per layer and holds 116 GB. What does a rank hold on 64 ranks, in blocks of eight?
+# > Mixtral in bf16 with fp32 masters takes 16 bytes per parameter (lab 02), 747 GB in all. On 8 ranks, with one expert of each layer per rank, a rank holds 116 GB. How many GB does a rank hold on 64 ranks, in blocks of eight?
 
 # %%
 predict("mixtral/64-ranks", GB=14.5)
 
 # %% [markdown]
-# A dry run of rank 43 of 64: all 32 layers, 4,096 tokens, one training step, as `step.build` puts it together (lab 11). Where tokens go depends on data that a dry run doesn't have, so you state an assumption: `balanced`, each expert gets
-# equally many.
+# A dry run of rank 43 of 64 answers: all 32 layers, 4,096 tokens, one training step, as `step.build` puts it together (lab 11). A dry run has no data that could decide where tokens go, so you state an assumption: `balanced`, each expert gets equally many.
 
 # %%
 cluster, full = Mesh(dp=64, ep=8), replace(mixtral, seq_len=4096)
@@ -292,7 +289,7 @@ reveal("mixtral/64-ranks", GB=round(held.total / 1e9, 1))
 formulas.states(full, masters, cluster, rank=43).diff(held)
 
 # %% [markdown]
-# The same 116 GB: more blocks are more copies, and neither fits an H100. ZeRO-2 (lab 09) divides further, by 64 what all ranks hold and by 8 an expert: 26 GB. And this is what rank 43 sends in one step:
+# The same 116 GB, too much for an H100: more blocks are more copies. ZeRO-2 (lab 09) leaves 26 GB: it divides gradients and optimizer states by 64 where all ranks hold a parameter, and by 8 where it is an expert's. And this is what rank 43 sends in one step, without ZeRO:
 #   <!-- claim: round(predict.states(__import__("dataclasses").replace(config.ModelConfig.named("mixtral-8x7b"), seq_len=4096), config.TrainConfig(micro_batch=1, global_batch=64, attention="sdpa", zero=2), config.Mesh(dp=64, ep=8), rank=43).total / 1e9) == 26 -->
 
 # %%
@@ -300,21 +297,20 @@ in_a_step = Ledger(line for line in dry.ledger if line.name != "broadcast")
 formulas.sent(full, masters, cluster, rank=43).diff(in_a_step)
 
 # %% [markdown]
-# Seven eighths of it are gradients: they are held in bf16, 14.5 GB, but summed in fp32 (lab 08). In a step of one micro-batch of 4,096 tokens per rank, averaging the experts costs five times as many bytes as their all-to-alls. (`dp_cp` and `pp_dp_cp` are products of axes, of which here only dp has more than one rank.)
+# Seven eighths of these bytes are gradients: held in bf16, 14.5 GB, but summed in fp32 (lab 08). With one micro-batch of 4,096 tokens per rank, averaging the experts costs five times as many bytes as all their all-to-alls. (`dp_cp` and `pp_dp_cp` are products of axes, of which here only dp has more than one rank.)
 
 # %% [markdown]
 # ## What if all tokens want the same expert?
 #
-# The model of the first picture learns a synthetic language of 16 words from scratch. The next word depends on the last two *together*, so that it takes a feed-forward layer to guess it. Few words are frequent. With k = 2 of
-# 8 the busiest expert can have at most four times the mean.
+# The model of the first picture learns a synthetic language of 16 words, of which few are frequent. The next word depends on the last two *together*, so guessing it takes a feed-forward layer. With k = 2 of 8 the busiest expert can have at most four times the mean.
 #
-# > How many times the mean does it have in the last 50 of 300 steps, on average over eight seeds?
+# > How many times the mean does the busiest have in the last 50 of 300 steps, averaged over eight seeds?
 
 # %%
 predict("unbalanced/busiest", times=1.5)
 
 # %% [markdown]
-# The runs are recorded, by `python tools/expert_routing.py`. Is the record of this very model? Its first 40 steps must be those of the first picture:
+# The runs are recorded, by `python tools/expert_routing.py`. Are they of this very model? The first must begin with the losses of the first picture:
 
 # %%
 record = rigs.expert_parallel.routing_record()["runs"]
@@ -327,14 +323,14 @@ ends = rigs.expert_parallel.ends
 reveal("unbalanced/busiest", times=round(sum(ends("nothing", "busiest")) / 8, 1))
 
 # %% [markdown]
-# **Why?** Nothing in the loss asks a router to use all experts. But nothing makes the words of a language equally frequent either. Switch off each cause alone:
+# **Why?** Two suspects: few words are frequent, and nothing in the loss asks the router to use all experts. Switch off each alone ("α = 0.1" adds a loss that asks for balance, explained below):
 
 # %%
 for way in ("nothing", "words equally frequent", "α = 0.1"):
     print(f"{way:22} {sum(ends(way, 'busiest')) / 8:.1f} times the mean")
 
 # %% [markdown]
-# (Of experts drawn by chance the busiest has 1.2 times the mean in a batch of this size.) Either is enough to lose most of the skew ("α = 0.1" is a loss that asks for balance, explained below). So it takes both causes. When does the skew come?
+# Remove either, and most of the skew is gone. So it takes both. (Of experts drawn by chance the busiest has 1.2 times the mean in a batch of this size.) When does the skew come?
 
 # %%
 print("step                    ", "   1    4   10   40")
@@ -348,7 +344,7 @@ for words, how in {
     print(f"{words:27}", *(f"{times:.1f} " for times in means))
 
 # %% [markdown]
-# A router that has learned nothing already sends its busiest expert twice the mean, where chance would send 1.2 times: words repeat, and each goes the same way every time. Training lifts that to 3.5 within four steps at this learning rate of 0.01, more slowly and less at a tenth of the rate, and hardly where words are evenly frequent. After that it slowly falls. Here are the words of the last of 300 steps, with nothing for balance:
+# Even an untrained router sends its busiest expert twice the mean, where chance would send 1.2 times: words repeat, and each goes the same way every time. Four steps of training at this learning rate, 0.01, lift that to 3.5; then it slowly falls. At a tenth of the rate it rises later and less, with even words hardly at all. Here are the words of the last of 300 steps, with nothing for balance:
 
 # %%
 by_word = record["nothing"][0]["words"]
@@ -357,17 +353,16 @@ names = [*(f"word {i}" for i in range(5)), "11 others"]
 plots.visits([*by_word[:5], rare], names=names)
 
 # %% [markdown]
-# In this run most words have two or three experts, whatever stands before them (two are the fewest that k = 2 allows), and the rare words go where frequent ones go. Two experts of eight got one visit of 512 between them: in this step they learn next to nothing.
+# In this run most words keep to two or three experts, whatever stands before them (two are the fewest that k = 2 allows). The rare words go where frequent ones go. Experts 0 and 2 get one visit of 512 between them: in this step they learn next to nothing.
 
 # %% [markdown]
 # **A balance loss** is added to the loss, times α:
 #
 # $$ E\sum_e v_e\,P_e, \qquad v_e = \text{share of visits}, \quad P_e = \text{mean probability}. $$
 #
-# It is 1 where both are even, and E/k where all tokens want the same k experts and the router is certain of them. Counting has no gradient: it flows through P, and lowers the probability of the experts whose share v is high.
+# It is 1 where visits and probabilities are even, and E/k where the router is certain that all tokens want the same k experts. Counts have no gradient. So it flows through P alone, and lowers the probability of the experts whose share v is high.
 #
-# **A bias** touches no gradient (DeepSeek-V3). After each step it falls by γ (0.01 in these runs, 0.001 in DeepSeek-V3) for every expert that was asked for more often than the mean, and rises by γ for the others; it chooses experts and weighs nothing. Its runs have sigmoid
-# scores.
+# **A bias** (DeepSeek-V3) touches no gradient: it helps to choose experts, and weighs nothing. After each step it falls by γ for every expert that was asked for more often than the mean, and rises by γ for the others (γ is 0.01 in these runs, 0.001 in DeepSeek-V3). Runs with a bias have sigmoid scores.
 
 # %%
 show(expert_parallel.update_bias)
@@ -387,14 +382,14 @@ for way in ("sigmoid scores", *ways[1:]):
     print(f"{way:15}", *(f"{times:.1f}" for times in ends(way, "busiest")))
 
 # %% [markdown]
-# Sigmoid scores with the bias left at 0 cure nothing, so it is the bias that does it. And α has to be tuned: 0.01, which Switch Transformers took, leaves two seeds of eight here with more than twice the mean after 300 steps. (Their runs are far longer.)
+# It is the bias that helps: with a bias of 0 sigmoid scores are as uneven as softmax scores. And α has to be tuned: with 0.01, the value of Switch Transformers, two seeds of eight still have more than twice the mean after 300 steps. (Their runs are far longer.)
 
 # %% [markdown]
 # ### Further: what does dropping cost?
 #
-# *Dropping* sets a limit. An expert has room for ⌈c·T·k/E⌉ visits, c being the *capacity factor* and T the tokens of a rank; visits that come later are dropped. A token that loses all its visits goes on with the residual stream alone.
+# *Dropping* sets a limit: an expert has room for ⌈c·T·k/E⌉ visits from each rank, where T is the tokens of a rank and c the *capacity factor*. Visits that come later are dropped. A token that loses all its visits goes on with the residual stream alone.
 #
-# > With c = 1.25 and nothing for balance, which share of all visits is dropped?
+# > With c = 1.25 and nothing for balance, what percentage of all visits is dropped?
 
 # %%
 predict("dropping/visits", percent=5)
@@ -404,7 +399,7 @@ lost = sum(ends("dropping", "dropped")) / 8
 reveal("dropping/visits", percent=round(100 * lost))
 
 # %% [markdown]
-# What does that cost? A comparison that finds nothing must be able to find something, so the last row is a control: room for one visit where the mean is 64. Each loss is compared with that of the same seed with nothing dropped, in nats, with the standard error over eight seeds:
+# What does that cost? Each loss is compared, in nats, with that of the same seed with nothing dropped and nothing for balance; the standard error is over eight seeds. The last row is a control that must show harm: room for one visit where the mean is 64.
 
 # %%
 for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for nothing"):
@@ -415,10 +410,10 @@ for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for no
     print(f"   loss {more:+.2f} ± {error:.2f}, higher in {higher} of 8")
 
 # %% [markdown]
-# In this language experts are worth a third of a nat, in every seed: a loss would show it if dropping did much harm. With nothing for balance more than a quarter of all visits is lost, and the loss is 0.06 ± 0.05 higher: worse in six seeds of eight, and not yet beyond chance.
+# The control loses a third of a nat, in every seed: that is what experts are worth here, so much harm would show. With nothing for balance 29 % of all visits are dropped, and the loss is 0.06 ± 0.05 higher, in six seeds of eight: that may be chance.
 # With a balance loss there is next to nothing to drop. What balance buys for certain is time: with twice the visits on one *rank* a layer's experts take nearly twice as long (the section on the all-to-all, below).
 #
-# And c = 1, which has no room to spare? Even a router that is fair, and only random, sends some experts more than the mean. Of all visits it then drops this share, by the visits that an expert gets in the mean:
+# And c = 1, with no room to spare? Even a fair but random router sends some experts more than the mean. This is the share of visits dropped, where the mean is 64 visits, and 4096:
 
 # %%
 draw = torch.Generator().manual_seed(0)
@@ -430,13 +425,13 @@ for mean in (64, 4096):
         print(f"{mean:5} visits, c = {c:4}: {over:6.2%} dropped")
 
 # %% [markdown]
-# About 0.37/√mean at c = 1: half of the experts are over it, and half of them are not, which makes an excess of 0.4 standard deviations per expert. So where a rank has few tokens, room of a quarter more is for chance. With many tokens it is for what the router has not learned. One whose busiest expert has 1.3 times the mean drops 3.8 % of all visits at c = 1, and 0.6 % at 1.25, at that expert alone.
+# At c = 1 that is about 0.37/√mean: half of the experts are over the mean, and their excess, shared out among all, is 0.4 standard deviations. So the quarter of room that c = 1.25 adds is for chance where a rank has few tokens. With many tokens it is for what the router has not learned: if the busiest expert has 1.3 times the mean, it alone drops 3.8 % of all visits at c = 1, and 0.6 % at 1.25.
 #   <!-- arithmetic: [round(100 * (1.3 - c) / 8, 1) for c in (1, 1.25)] == [3.8, 0.6] -->
 
 # %% [markdown]
 # ### Further: what holds a router's logits?
 #
-# A softmax stays the same if all logits of a token grow by one number. So neither the model's loss nor a balance loss holds them where they are, and in bf16 that matters (lab 01): around 100 neighbors are half apart. The *z-loss* of ST-MoE pulls the sum of exponentials to 1:
+# A softmax stays the same if one number is added to all logits of a token. So neither the model's loss nor a balance loss keeps logits from drifting, and in bf16 a drift costs precision (lab 01): around 100, neighbors are half apart. The *z-loss* of ST-MoE holds logits by pulling their sum of exponentials to 1:
 #
 # $$ L_z \;=\; \frac1T\sum_t \ell_t^2, \qquad \ell_t = \log\sum_e e^{z_{te}}, \qquad \frac{\partial L_z}{\partial z_{te}} \;=\; \frac{2}{T}\,\ell_t\,p_{te}. $$
 
@@ -449,7 +444,7 @@ of_tokens = made.logsumexp(-1)
 torch.allclose(slope, 2 / 64 * of_tokens.detach()[:, None] * wanted)
 
 # %% [markdown]
-# Free logits begin at 100 and learn the probabilities that are wanted. Without z-loss (the control), with a little of it, and with more:
+# Here logits without a model begin at 100 and learn given probabilities, without z-loss (the control), with a little of it, and with more:
 
 
 # %%
@@ -470,9 +465,9 @@ for share in (0, 0.001, 0.01):
     print(f", with logits in bf16 by {rough.abs().max():.3f}")
 
 # %% [markdown]
-# Nothing brings the logits of the first row back: in exact numbers that is no error, in bf16 a probability is wrong by up to 7 percentage points. With enough z-loss both are right. The middle row is still on its way: as long as the sum is far from 1, the pull is strong enough to bend the probabilities. (Routers are often computed in fp32 for the same reason.)
+# Without z-loss nothing brings the logits back: no error in exact numbers, but in bf16 a probability is wrong by up to 7 percentage points. With enough z-loss both are right. In the middle row the logits are still on their way, and the pull bends the probabilities. (Routers are often computed in fp32 for the same reason.)
 #
-# **Does a trained router get there?** Those logits began at 100 by decree. These are of the router above after 200 steps from scratch, mean of three seeds, with the model's loss over the last 50 steps:
+# **Does a trained router get there?** Those logits were put at 100. Here is the router above after 200 steps from scratch, a mean of three seeds, with the model's loss over the last 50 steps:
 
 
 # %%
@@ -491,12 +486,12 @@ for share in (0, 0.001, 0.01):
     print(f"probabilities off by {off:.3f}, loss {loss:.1f}")
 
 # %% [markdown]
-# It begins at log 8 = 2.1, drifts up by itself, and the z-loss holds it. **But nothing was wrong yet:** with logits below 10 the bf16 error is 0.2 percentage points at most, with and without z-loss, and the loss is no better. The largest logit even grows, since a z-loss holds the sum and not the distances between logits. So it is an insurance against a drift over many more steps than these; a run of 200 cannot show what it saves.
+# Not in 200 steps. The log of the sum begins at log 8 = 2.1 and drifts up to 2.5; a z-loss brings it down. **But nothing was wrong yet:** the logits are below 10, where bf16 costs 0.2 percentage points at most, with and without z-loss, and the loss is no better. (The largest logit even grows: a z-loss holds the sum, not the distances between logits.) So a z-loss insures against a drift over many more steps; what it saves, these runs cannot show.
 
 # %% [markdown]
 # ## Further: when does the all-to-all dominate?
 #
-# > The products of an H100 reach 601 TFLOP/s in bf16, 61 % of the peak, and between nodes it sends 40 GB/s, 80 % of InfiniBand's 400 Gbit/s (lab 09). An expert is three matrices of h × f (SwiGLU). From which width f on does it compute as long as its rows travel one way?
+# > An H100 computes products at 601 TFLOP/s in bf16, 61 % of the peak, and sends 40 GB/s between nodes, 80 % of InfiniBand's 400 Gbit/s (lab 09). An expert is three matrices of h × f (SwiGLU). From which width f on does it compute as long as its rows travel one way?
 
 # %%
 predict("all-to-all/width", f=1000)
@@ -506,7 +501,7 @@ predict("all-to-all/width", f=1000)
 #
 # $$ \frac{t_\text{experts}}{t_\text{one way}} \;=\; \frac{6hf\,V/F}{2h\,V/\mathrm{bw}} \;=\; \frac{3\,f\cdot \mathrm{bw}}{F} \;\ge\; 1 \quad\Longleftrightarrow\quad f \;\ge\; \frac{F}{3\,\mathrm{bw}}. $$
 #
-# The width h, the tokens, k and E have all gone (and (N_e − 1)/N_e is taken as 1). What counts is how *wide* an expert is, against FLOPs per byte. (Backward, an expert computes twice as much for as many bytes. So over a step experts compute as long as all their rows travel, there and back, from 4/3 of this width on.)
+# The width h, the tokens, k and E all cancel (and (N_e − 1)/N_e is taken as 1). What counts is how *wide* an expert is, against the FLOPs that the device does while one byte travels. (Backward, an expert computes twice as much for as many bytes. So over a whole step computing takes as long as all four trips of the rows from 4/3 of this width on.)
 
 # %%
 h100 = Hardware.named("H100")
@@ -519,10 +514,10 @@ print(f"NVLink: {even[NVLINK]:.0f}; Mixtral's experts: 14336, DeepSeek-V3's: 204
 
 
 # %% [markdown]
-# Mixtral's experts are wide enough for both links, DeepSeek-V3's for NVLink alone: between nodes each all-to-all of the forward pass would take 2.4 times as long as the experts.
+# Mixtral's experts are wide enough for both links, DeepSeek-V3's for NVLink alone. Between nodes each all-to-all of V3's forward pass would take 2.4 times as long as its experts.
 #   <!-- claim: (lambda h: round(h.rate() / (3 * h.network.bandwidth) / 2048, 1))(config.Hardware.named("H100")) == 2.4 -->
 #
-# **Is that so?** DeepSeek-V3 was trained across nodes, and its report gives a ratio of computing to communicating of about 1 : 1 (section 3.2.1). Here is what the report does differently, one change after the other:
+# **How could DeepSeek-V3 train across nodes all the same?** Its report states about 1 : 1 for computing to communicating (section 3.2.1). The table prints computing : communicating. It starts from rows that go to 8 experts and back; each further line adds one change that V3 makes:
 
 # %%
 v3 = replace(ModelConfig.named("deepseek-v3"), seq_len=4096)
@@ -543,12 +538,14 @@ for what, (seconds, nbytes) in steps.items():
     print(f"{what:34} {seconds / (nbytes / bw):.2f} : 1")
 
 # %% [markdown]
-# All but the last row are of a forward pass. Backward, products take twice as long, attention's scores 2.5 times (lab 06), and as many rows travel. **With all of these changes a forward pass is at 0.61 : 1, and a whole step at 0.96 : 1**, if products in 8 bits reach the same share of their peak as those in bf16. (The fourth row is as near to 1 : 1, for fewer reasons: agreement makes the ratio plausible, and proves no single change.)
-# So an H100 with these links loses half of the time on such a layer across nodes, unless something else is computed meanwhile. That is what DualPipe is for (lab 13b).
+# **With all changes the ratio is 0.96 : 1 for a whole step, near the published one.** The other lines are of a forward pass, and end at 0.61 : 1. Backward is better: products take twice as long and attention's scores 2.5 times (lab 06), while as many rows travel.
+#
+# That assumes that products in 8 bits reach the same share of their peak as those in bf16. And it proves no single change: the fourth line, without 8-bit products and backward pass, comes about as near to 1 : 1.
+#
+# At 1 : 1 half of such a layer's time goes into waiting, unless something else is computed meanwhile. That is what DualPipe is for (lab 13b).
 
 # %% [markdown]
-# The forward pass of the experts of one layer of Mixtral on eight H100s, one expert and 4,096 tokens each (attention is left out). "In halves" sends
-# one half of the tokens while the other is computed:
+# How much travel can hide? Take the forward pass of the experts of one layer of Mixtral, on eight H100s with one expert and 4,096 tokens each (attention is left out). "In halves" sends one half of the tokens while the other is computed:
 
 
 # %%
@@ -574,9 +571,9 @@ plots.overlap(
 )
 
 # %% [markdown]
-# Between nodes, in halves, the first dispatch and the last combine have nothing to hide behind. Rows travel twice, so experts hide both ways only from 2·F/(3·bw) on, 10,020 between nodes; narrower ones leave the rest exposed, however finely you cut.
+# In halves, the first dispatch and the last combine have nothing to hide behind. And rows travel twice, so experts can hide both trips only from a width of 2·F/(3·bw) on, 10,020 between nodes. Narrower ones leave the rest exposed, however finely you cut.
 #
-# > Now one expert of eight gets twice the mean, the others share the rest. How many times as long do the experts take, on NVLink?
+# > Now one expert of eight gets twice the mean, and the others share the rest. How many times as long does this pass take on NVLink?
 
 # %%
 predict("imbalance/times", times=1.1)
@@ -597,7 +594,7 @@ plots.overlap(
 )
 
 # %% [markdown]
-# The total does not grow; the rank of the busy expert computes twice as much, and all wait for it. With eight experts on each rank in place of one, the same expert is an eighth of its rank's work:
+# The total does not grow. But the rank of the busy expert computes twice as much, and all others wait for it. With eight experts on each rank in place of one, the busy expert is an eighth of its rank's usual work:
 
 # %%
 many = replace(full, num_layers=1, num_experts=64)
@@ -607,7 +604,7 @@ alike, busy = (timed(many, [share] * 8, **how).makespan for share in shares)
 print(f"{busy / alike:.2f} times as long")
 
 # %% [markdown]
-# What counts is the busiest *rank*, and many experts on it even out. In the first picture expert 4 has 3.4 times the mean of an expert, and its rank, with experts 4 and 5, twice the mean of a rank. The rows that it keeps for its backward pass grow in proportion, so it is also the rank that runs out of memory first.
+# What counts is the busiest *rank*, and many experts on it even out. In the first picture expert 4 has 3.4 times an expert's mean, but its rank, with experts 4 and 5, has twice a rank's mean. That rank also keeps twice the rows for its backward pass, so it runs out of memory first.
 
 # %% [markdown]
 # ### Turn the knobs
@@ -691,9 +688,9 @@ hint("expert_parallel/bug-hunt", 1)
 # Megatron-LM counts capacity per rank, as here, and advises to keep the ranks of EP and TP inside one NVLink domain. For a from-scratch run it warns of running out of memory in the first 100 to 300 steps, when routing is most uneven.
 # Its shared experts are replicated over the ranks of EP, and can compute while tokens travel.
 #
-# torchtitan 0.2.2 has `parallelism.expert_parallel_degree`. As here, it takes no ranks of its own: it cuts those of FSDP, context and, where `parallelism.expert_tensor_parallel_degree` is 1, tensor parallelism into blocks.
+# torchtitan 0.2.2 has `parallelism.expert_parallel_degree`. As here, expert parallelism takes no ranks of its own: it cuts those of FSDP and context parallelism into blocks (of tensor parallelism, too, where `parallelism.expert_tensor_parallel_degree` is 1).
 #
-# DeepSeek-V3 does send tokens between nodes, to at most four: a row crosses to a node once and spreads there over NVLink, 3.2 times as fast (160 against 50 GB/s: its cards are H800s, with less than half of an H100's NVLink).
+# DeepSeek-V3 sends a token to at most four nodes. A row crosses to a node once and spreads there over NVLink, which is 3.2 times as fast (160 against 50 GB/s: its cards are H800s, with less than half of an H100's NVLink).
 
 # %% [markdown]
 # ## Errata
@@ -714,17 +711,17 @@ hint("expert_parallel/bug-hunt", 1)
 #
 # > - Of Mixtral's 46.7 billion parameters a token meets 12.9 billion.
 # >   <!-- claim: [round((m.num_params - m.parameters["feed-forward"] * 6 // 8) / 1e9, 1) for m in [config.ModelConfig.named("mixtral-8x7b")]] == [12.9] -->
-# > - A layer takes five all-to-alls per step: counts, dispatch, combine, and two backward. Each of rows carries (N_e − 1)/N_e · k·b·s·h numbers if routing is even.
-# > - Experts are averaged over N_d/N_e ranks, all else over N_d; here, where `combine` has divided by N_e. Megatron-LM averages over the same ranks and divides by N_e itself. The wrong group has the right shape.
+# > - A layer takes five all-to-alls per step: counts, dispatch, combine, and two backward. Each of the four with rows sends (N_e − 1)/N_e · k·b·s·h numbers per rank if routing is even.
+# > - Gradients of experts are averaged over N_d/N_e ranks, all others over N_d. (Here `combine` has divided by N_e before that; Megatron-LM averages over the same ranks and divides by N_e itself.) The wrong group has the right shape.
 # >   <!-- claim: [len(config.Mesh(dp=64, ep=8).group(43, axis)) for axis in ("edp", "dp")] == [8, 64] -->
 # > - Experts grow unevenly busy where words are unevenly frequent and nothing in the loss asks for balance: here 2.4 times the mean, 1.5 with equally frequent words, 1.3 with a balance loss of α = 0.1.
 # >   <!-- claim: claims.busiest_experts() == (2.4, 1.5, 1.3) -->
 # > - Expert parallelism divides experts by N_e, and nothing else: Mixtral in bf16 with fp32 masters holds 116 GB per rank in blocks of 8, on 8 ranks and on 64.
 # >   <!-- claim: [round(predict.states(config.ModelConfig.named("mixtral-8x7b"), config.TrainConfig(micro_batch=1, global_batch=n), config.Mesh(dp=n, ep=8)).total / 1e9) for n in (8, 64)] == [116, 116] -->
-# > - Choosing has no gradient. The router learns through weights, and from a balance loss through P.
-# > - Forward, experts compute as long as their rows travel one way if f = FLOP/s/(3·bw): 557 on an H100's NVLink, 5,010 between nodes. Over a step, and for all ways, it takes 4/3 of that.
+# > - Choosing has no gradient. The router learns through the weights, and from a balance loss through the mean probabilities P.
+# > - Forward, experts compute as long as their rows travel one way if f = FLOP/s/(3·bw): 557 on an H100's NVLink, 5,010 between nodes. Over a step, with all four trips, it takes 4/3 of that.
 # >   <!-- claim: (lambda h: [round(h.rate() / (3 * link.bandwidth)) for link in (h.inside, h.network)])(config.Hardware.named("H100")) == [557, 5010] -->
-# > - Experts are as slow as the busiest rank: with twice the visits on one rank they take nearly twice the time (attention is left out). Where a rank has eight experts and one of them gets twice the visits, a tenth more.
+# > - Experts are as slow as the busiest rank: with twice the visits on one rank they take nearly twice the time (attention left out). Where a rank has eight experts and one of them gets twice the visits, they take a tenth more.
 #
 # Next: [lab 13a](13a_pipelines.ipynb) cuts the model between its layers.
 

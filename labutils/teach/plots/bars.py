@@ -355,7 +355,8 @@ def visits(counts: Sequence[Sequence[int]], *, names: Sequence[str] = ()) -> Pic
         high = (tall - 0.6) * total / most
         draw.box(axes, expert - 0.32, floor - high, 0.64, high, color, hatch=hatch)
         above: style.Look = {"va": "bottom", "weight": "bold", "bbox": draw.BLANK}
-        axes.text(expert, floor - high - 0.08, f"{total}", ha="center", **above)
+        apart = f" {total} "  # from the dashes of the mean: 40 is not -40-
+        axes.text(expert, floor - high - 0.08, apart, ha="center", **above)
     level = floor - (tall - 0.6) * mean / most
     axes.axhline(level, color=style.INK, linestyle="--", linewidth=1.2)
     draw.beside(axes, 0.06, level, f"mean {mean:,.0f}")
