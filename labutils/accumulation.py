@@ -208,7 +208,10 @@ def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) 
 
 
 def _rows(batch: Any) -> int:
-    rows = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if any(not leaf.dim() for leaf in leaves):
+        raise ValueError("a batch has a tensor of shape (), which has no rows: unsqueeze(0) it")
+    rows = {len(leaf) for leaf in leaves}
     if not rows:
         raise ValueError(f"a batch has tensors, got {batch!r:.60}: torch.tensor(…) is one")
     if len(rows) != 1:

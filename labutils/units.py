@@ -48,7 +48,11 @@ def text(amount: float, unit: str = "B", *, digits: int = 3, binary: bool = Fals
         raise ValueError(f"digits must be a whole number of at least 1, got {digits!r}")
     if unit not in _BASES:
         raise ValueError(f"unknown unit {unit!r}: use one of {', '.join(_BASES)}")
-    if not math.isfinite(amount):
+    try:
+        finite = math.isfinite(amount)
+    except TypeError:
+        raise _other(amount, "number", "text") from None
+    if not finite:
         return f"{amount} {unit}"
     amount = int(amount) if is_whole(amount) else float(amount)
     size = abs(amount)

@@ -78,6 +78,9 @@ def backward_timeline(
     >>> backward_timeline([(1000, 1.0)] * 4, bucket_bytes=2000, n=2, link=Link(0, 4000)).exposed
     0.5
     """
+    for layer in layers:
+        if len(layer) != 2:
+            raise ValueError(f"a layer is (bytes of gradients, seconds), got {layer!r}")
     sizes = {f"layer {i}": nbytes for i, (nbytes, _) in enumerate(layers)}
     backward: dict[Hashable, clock.Task] = {}
     for name, (_, seconds) in reversed(list(zip(sizes, layers, strict=True))):

@@ -292,6 +292,8 @@ def replay(lives: Iterable[Any], allocator: Allocator) -> History:
     units.instance(allocator, Allocator, "replay")
     events = []
     for key, life in enumerate(lives):
+        if not hasattr(life, "nbytes"):
+            raise TypeError(f"replay takes what measure.storages returns, got a list with {life!r}")
         if life.nbytes:
             events.append((life.birth, 1, key, life))
             if life.death is not None:

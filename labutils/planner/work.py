@@ -77,6 +77,8 @@ class Plan:
                 raise ValueError(f"{name}={value!r:.60}: {places}; Plan.read takes the word")
             least = 1 if name in (*AXES, "micro_batch", "chunks") else 0
             object.__setattr__(self, name, units.whole(value, name, least))
+            if name == "zero" and value > 3:
+                raise ValueError(f"zero={value}: levels of ZeRO are 0 … 3")
 
     def named(self) -> dict[str, Any]:
         """One plan in the words of a file: schedule "1f1b", recompute "none", …; what a person

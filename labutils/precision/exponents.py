@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from labutils import floats
+from labutils import floats, units
 from labutils.floats import FloatFormat
 
 
@@ -19,7 +19,9 @@ def exponents(tensors: Iterable[Tensor]) -> Counter[int]:
     True
     """
     counts: Counter[int] = Counter()
+    units.instance(tensors, Iterable, "exponents")
     for tensor in tensors:
+        units.instance(tensor, Tensor, "the list of exponents")
         values = tensor.detach().double().flatten()
         found = values[values.isfinite() & (values != 0)].frexp().exponent - 1
         levels, times = found.unique(return_counts=True)
@@ -40,6 +42,7 @@ def fate(
 
     Raises ValueError for a scale that is no power of two.
     """
+    units.instance(counts, Mapping, "fate")
     fmt = floats.named(fmt)
     shift = math.log2(scale) if scale > 0 and math.isfinite(scale) else math.nan
     if not shift.is_integer():

@@ -25,6 +25,7 @@ def hadamard(n: int = 16) -> Float[Tensor, "n n"]:
     """
     if not units.is_whole(n) or n < 1 or n & (n - 1):
         raise ValueError(f"no Hadamard matrix of size {n!r} here: choose a power of two")
+    units.writable(n * n, f"entries of n={n} are", "rotate in blocks of 16", most=2**26)
     H = torch.ones(1, 1, dtype=torch.float64)
     while len(H) < n:
         H = torch.cat([torch.cat([H, H], 1), torch.cat([H, -H], 1)]) / 2**0.5

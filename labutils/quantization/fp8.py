@@ -116,6 +116,11 @@ def to_eight(
     scale = scale.view(-1, scale.shape[-1] if scale.dim() else 1)
     if tile is None:
         tile = x.shape[0], x.shape[1]
+    if scale.numel() > 1:
+        tiles = tuple(-(-n // of) for n, of in zip(x.shape, tile, strict=True))
+        if scale.shape != tiles:
+            shape = f"{tuple(x.shape)} has {tiles} tiles of {tile}"
+            raise ValueError(f"{shape}, and scales of shape {tuple(scale.shape)}: give one to each")
     scaled, inverse = x.float() * _spread(scale, tile, x.shape), 1 / scale
     finite = x.isfinite()
     if known and dtype == torch.int8:  # which has no NaN

@@ -42,7 +42,8 @@ class Partition:
         """Where in the share of `rank` parameters of so many elements begin and end, one after the
         other; most have nothing there."""
         first, _ = self.bounds(rank)
-        starts = itertools.accumulate(numels, initial=0)
+        sizes = (units.whole(numel, "numels") for numel in numels)
+        starts = itertools.accumulate(sizes, initial=0)
         return list(itertools.pairwise(min(max(x - first, 0), self.share) for x in starts))
 
 
