@@ -57,6 +57,21 @@ def ranks(p):
     return World(Mesh(pp=p))
 
 
+@pytest.mark.parametrize("plan, rank, layers, kept, ends", [
+    (schedule.gpipe(3, 3), 0, None, {0, 1}, {"tokens", "positions"}),
+    (schedule.gpipe(3, 3), 1, (1, 3, 2), {1, 2, 3}, set()),
+    (schedule.gpipe(3, 3), 2, (1, 4, 1), {5}, {"norm", "head"}),
+    (schedule.zb_v(2, 4), 0, (1, 2, 2, 1), {0, 5}, {"tokens", "positions", "norm", "head"}),
+    (schedule.interleaved(2, 2, chunks=2), 1, (1, 2, 2, 1), {1, 2, 5}, {"norm", "head"}),
+])  # fmt: skip
+def test_a_rank_keeps_the_layers_and_ends_of_its_stages_alone(plan, rank, layers, kept, ends):
+    model = pipeline.keep(GPT(TIED), plan, rank, layers)
+    assert {k for k in range(6) if getattr(model.blocks, str(k)) is not None} == kept
+    parts = {"tokens", "positions", "norm", "head"}
+    assert {name for name in parts if getattr(model, name) is not None} == ends
+
+
+
 def batches(m, rows=1):
     made = torch.Generator().manual_seed(0)
     return [tuple(torch.randint(14, (rows, 6), generator=made) for _ in range(2)) for _ in range(m)]

@@ -160,10 +160,8 @@ def keep(model: GPT, schedule: Schedule, rank: int, layers: Sequence[int] | None
     under the schedule, whose stages have so many `layers` each, as in `split`. What other
     techniques then change and send is this rank's alone, and `split` comes after them.
     """
-    mine, stage_of = placed(schedule, rank), [0] * model.config.num_layers
-    ends = itertools.accumulate(layers or cut(model.config, schedule.stages))
-    for end in ends:
-        stage_of[end:] = [stage + 1 for stage in stage_of[end:]]
+    mine, counts = placed(schedule, rank), layers or cut(model.config, schedule.stages)
+    stage_of = (stage for stage, count in enumerate(counts) for _ in range(count))
     for k, stage in enumerate(stage_of):
         if stage not in mine:
             setattr(model.blocks, str(k), None)

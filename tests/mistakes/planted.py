@@ -174,6 +174,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('*[each] * (n - 1 - more), *[each + 1] * more, last', '*[each] * (n - 2), each + more, last'),
         ('s //= vars(self)["comm"].size', 'pass'),
         ('itertools.islice(numbers, count)', 'itertools.islice(numbers, 1)'),
+        ('        if stage not in mine:', '        if False:'),
+        ('layers or cut(model.config, schedule.stages)', 'cut(model.config, schedule.stages)'),
         ('any(place[i] == rank for place in schedule.places)', 'schedule.places[0][i] == rank'),
         ('return ends[rank == ends[0]]', 'return ends[rank != ends[0]]'),
     ],
