@@ -289,7 +289,7 @@ reveal("mixtral/64-ranks", GB=round(held.total / 1e9, 1))
 formulas.states(full, masters, cluster, rank=43).diff(held)
 
 # %% [markdown]
-# The same 116 GB, too much for an H100: more blocks are more copies. ZeRO-2 (lab 09) leaves 26 GB: it divides gradients and optimizer states by 64 where all ranks hold a parameter, and by 8 where it is an expert's. And this is what rank 43 sends in one step, without ZeRO:
+# The same 116 GB, too much for an H100: more blocks are more copies. ZeRO-2 (lab 09) leaves 26 GB: it divides gradients (in fp32) and optimizer states by 64 where all ranks hold a parameter, and by 8 where it is an expert's. And this is what rank 43 sends in one step, without ZeRO:
 #   <!-- claim: round(predict.states(__import__("dataclasses").replace(config.ModelConfig.named("mixtral-8x7b"), seq_len=4096), config.TrainConfig(micro_batch=1, global_batch=64, attention="sdpa", zero=2), config.Mesh(dp=64, ep=8), rank=43).total / 1e9) == 26 -->
 
 # %%
@@ -310,7 +310,7 @@ formulas.sent(full, masters, cluster, rank=43).diff(in_a_step)
 predict("unbalanced/busiest", times=1.5)
 
 # %% [markdown]
-# The runs are recorded, by `python tools/expert_routing.py`. Are they of this very model? The first must begin with the losses of the first picture:
+# The runs are recorded, by `python tools/expert_routing.py`. Are they of this very model? The first run must begin with the losses of the first picture:
 
 # %%
 record = rigs.expert_parallel.routing_record()["runs"]
@@ -353,7 +353,7 @@ names = [*(f"word {i}" for i in range(5)), "11 others"]
 plots.visits([*by_word[:5], rare], names=names)
 
 # %% [markdown]
-# In this run most words keep to two or three experts, whatever stands before them (two are the fewest that k = 2 allows). The rare words go where frequent ones go. Experts 0 and 2 get one visit of 512 between them: in this step they learn next to nothing.
+# In this run each frequent word keeps mostly to two or three experts, whatever stands before them (two are the fewest that k = 2 allows). The rare words go where frequent ones go. Experts 0 and 2 get one visit of 512 between them: in this step they learn next to nothing.
 
 # %% [markdown]
 # **A balance loss** is added to the loss, times α:
@@ -382,7 +382,7 @@ for way in ("sigmoid scores", *ways[1:]):
     print(f"{way:15}", *(f"{times:.1f}" for times in ends(way, "busiest")))
 
 # %% [markdown]
-# It is the bias that helps: with a bias of 0 sigmoid scores are as uneven as softmax scores. And α has to be tuned: with 0.01, the value of Switch Transformers, two seeds of eight still have more than twice the mean after 300 steps. (Their runs are far longer.)
+# It is the bias that helps: with a bias of 0 sigmoid scores are as uneven as softmax scores. And α has to be tuned: with 0.01, the value of Switch Transformers, two seeds of eight still have more than twice the mean after 300 steps. (Switch's runs are far longer.)
 
 # %% [markdown]
 # ### Further: what does dropping cost?
@@ -411,7 +411,7 @@ for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for no
 
 # %% [markdown]
 # The control loses a third of a nat, in every seed: that is what experts are worth here, so much harm would show. With nothing for balance 29 % of all visits are dropped, and the loss is 0.06 ± 0.05 higher, in six seeds of eight: that may be chance.
-# With a balance loss there is next to nothing to drop. What balance buys for certain is time: with twice the visits on one *rank* a layer's experts take nearly twice as long (the section on the all-to-all, below).
+# With a balance loss there is next to nothing to drop. What balance buys for certain is time: with twice the visits on one *rank* a layer's experts take nearly twice as long (below).
 #
 # And c = 1, with no room to spare? Even a fair but random router sends some experts more than the mean. This is the share of visits dropped, where the mean is 64 visits, and 4096:
 
@@ -425,7 +425,7 @@ for mean in (64, 4096):
         print(f"{mean:5} visits, c = {c:4}: {over:6.2%} dropped")
 
 # %% [markdown]
-# At c = 1 that is about 0.37/√mean: half of the experts are over the mean, and their excess, shared out among all, is 0.4 standard deviations. So the quarter of room that c = 1.25 adds is for chance where a rank has few tokens. With many tokens it is for what the router has not learned: if the busiest expert has 1.3 times the mean, it alone drops 3.8 % of all visits at c = 1, and 0.6 % at 1.25.
+# At c = 1 that is about 0.37/√mean: half of the experts are over the mean, and their excess, shared out among all, is 0.4 standard deviations of 0.94·√mean. So the quarter of room that c = 1.25 adds is for chance where a rank has few tokens. With many tokens it is for what the router has not learned: if the busiest expert has 1.3 times the mean, it alone drops 3.8 % of all visits at c = 1, and 0.6 % at 1.25.
 #   <!-- arithmetic: [round(100 * (1.3 - c) / 8, 1) for c in (1, 1.25)] == [3.8, 0.6] -->
 
 # %% [markdown]
@@ -517,7 +517,7 @@ print(f"NVLink: {even[NVLINK]:.0f}; Mixtral's experts: 14336, DeepSeek-V3's: 204
 # Mixtral's experts are wide enough for both links, DeepSeek-V3's for NVLink alone. Between nodes each all-to-all of V3's forward pass would take 2.4 times as long as its experts.
 #   <!-- claim: (lambda h: round(h.rate() / (3 * h.network.bandwidth) / 2048, 1))(config.Hardware.named("H100")) == 2.4 -->
 #
-# **How could DeepSeek-V3 train across nodes all the same?** Its report states about 1 : 1 for computing to communicating (section 3.2.1). The table prints computing : communicating. It starts from rows that go to 8 experts and back; each further line adds one change that V3 makes:
+# **How could DeepSeek-V3 train across nodes all the same?** Its report states about 1 : 1 for computing to communicating (section 3.2.1). The table prints computing : communicating. It starts from rows that go to 8 experts and back; each further line changes one thing:
 
 # %%
 v3 = replace(ModelConfig.named("deepseek-v3"), seq_len=4096)
@@ -594,7 +594,7 @@ plots.overlap(
 )
 
 # %% [markdown]
-# The total does not grow. But the rank of the busy expert computes twice as much, and all others wait for it. With eight experts on each rank in place of one, the busy expert is an eighth of its rank's usual work:
+# The total does not grow. But the rank of the busy expert computes twice as much, and all others wait for it. With eight experts on each rank, the busy expert is an eighth of its rank's usual work:
 
 # %%
 many = replace(full, num_layers=1, num_experts=64)
@@ -712,11 +712,11 @@ hint("expert_parallel/bug-hunt", 1)
 # > - Of Mixtral's 46.7 billion parameters a token meets 12.9 billion.
 # >   <!-- claim: [round((m.num_params - m.parameters["feed-forward"] * 6 // 8) / 1e9, 1) for m in [config.ModelConfig.named("mixtral-8x7b")]] == [12.9] -->
 # > - A layer takes five all-to-alls per step: counts, dispatch, combine, and two backward. Each of the four with rows sends (N_e − 1)/N_e · k·b·s·h numbers per rank if routing is even.
-# > - Gradients of experts are averaged over N_d/N_e ranks, all others over N_d. (Here `combine` has divided by N_e before that; Megatron-LM averages over the same ranks and divides by N_e itself.) The wrong group has the right shape.
+# > - Gradients of experts are averaged over N_d/N_e ranks, all others over N_d. (Here `combine` has divided by N_e before that; Megatron-LM averages over the same ranks and divides by N_e itself.) A mean over the wrong group raises no error.
 # >   <!-- claim: [len(config.Mesh(dp=64, ep=8).group(43, axis)) for axis in ("edp", "dp")] == [8, 64] -->
-# > - Experts grow unevenly busy where words are unevenly frequent and nothing in the loss asks for balance: here 2.4 times the mean, 1.5 with equally frequent words, 1.3 with a balance loss of α = 0.1.
+# > - Experts grow unevenly busy where words are unevenly frequent and nothing in the loss asks for balance: here the busiest has 2.4 times the mean, 1.5 with equally frequent words, 1.3 with a balance loss of α = 0.1.
 # >   <!-- claim: claims.busiest_experts() == (2.4, 1.5, 1.3) -->
-# > - Expert parallelism divides experts by N_e, and nothing else: Mixtral in bf16 with fp32 masters holds 116 GB per rank in blocks of 8, on 8 ranks and on 64.
+# > - Expert parallelism divides experts by N_e, and nothing else: Mixtral in bf16 with fp32 masters holds 116 GB per rank in blocks of 8, on 8 ranks and on 64, without ZeRO.
 # >   <!-- claim: [round(predict.states(config.ModelConfig.named("mixtral-8x7b"), config.TrainConfig(micro_batch=1, global_batch=n), config.Mesh(dp=n, ep=8)).total / 1e9) for n in (8, 64)] == [116, 116] -->
 # > - Choosing has no gradient. The router learns through the weights, and from a balance loss through the mean probabilities P.
 # > - Forward, experts compute as long as their rows travel one way if f = FLOP/s/(3·bw): 557 on an H100's NVLink, 5,010 between nodes. Over a step, with all four trips, it takes 4/3 of that.
