@@ -553,7 +553,7 @@ bool((whole - merged).abs().max() < 1e-6)
 #
 # ### Exercise 6.2 · Two halves of the keys (15 min, ●●○)
 #
-# Compute attention over all keys from its results over two parts of them. A part may be masked throughout; scores may be large. In a row that neither part sees, gradients stay finite.
+# Compute attention over all keys from its results over two parts of them. A part may be masked throughout (output 0, lse −∞); scores may be large. In a row that neither part sees, gradients stay finite.
 
 
 # %%

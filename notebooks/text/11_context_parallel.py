@@ -96,7 +96,7 @@ hint("context_parallel/ring", 1)
 show(context_parallel.ring)
 
 # %% [markdown]
-# **Backward** the keys go round once more. With the lse over *all* keys, $P_{ij} = e^{s_{ij} - \text{lse}_i}$ (lab 06) gives a tile its part of the whole softmax, so each
+# **Backward** the keys go round once more. With lse over *all* keys, $P_{ij} = e^{s_{ij} - \text{lse}_i}$ (lab 06) gives a tile its part of the whole softmax, so each
 # tile's gradients are right by themselves. $dQ$ stays with the queries. $dK$ and $dV$ collect from every rank, and have to come home: the sums follow their
 # keys one rank behind, and the owner adds its own part at home.
 #
@@ -197,7 +197,7 @@ zigzag = both["zigzag"]
 plots.key_ring(zigzag.grid())
 
 # %% [markdown]
-# How much time does that save? Take the attention of one layer of Llama-3.1-8B, forward. Each H100 is in a node of its own, with 40 GB/s to the next one. Its attention reaches 49 % of the peak (assumed, in proportion to lab 09's products). The
+# How much time does that save? Take the attention of one layer of Llama-3.1-8B, forward. Each H100 is in a node of its own, with 40 GB/s to the next one. Its attention reaches 49 % of the peak (assumed: 0.81 of what products reach in lab 09, as on a B200). The
 # number in a bar is the rank whose keys are met.
 
 # %%
@@ -386,7 +386,7 @@ def its_test(rank):
 f"{world.run(its_test)[0]:.3f}, and in one place {plain().loss(tokens, tokens):.3f}"
 
 # %% [markdown]
-# The two agree to a unit of the last digit: the test passes. Could it fail? The same fresh model, with zeros in place of attention's outputs:
+# They agree: the test passes. Could it fail? The same fresh model, with zeros in place of attention's outputs:
 
 # %%
 blind = plain()
@@ -467,7 +467,7 @@ for level in (0, 3):
     print(f"states, ZeRO-{level}", units.text(held), "and both", both)
 
 # %% [markdown]
-# **Context parallelism divides activations and nothing else.** Every rank holds all states, and with activations that is 190 GB, too much for an H100. So the same ranks shard the states, by ZeRO-3 over `("dp", "cp")` (lab 09): 69.6 GB. The peak is higher: in the backward pass of the head come gathered weights, their gradients and those of the logits, 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do, but a ring then goes round three times, and sends a quarter more.
+# **Of what a rank holds, context parallelism divides activations alone.** Every rank holds all states, and with activations that is 190 GB, too much for an H100. So the same ranks shard the states, by ZeRO-3 over `("dp", "cp")` (lab 09): 69.6 GB. The peak is higher: in the backward pass of the head come gathered weights, their gradients and those of the logits, 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do, but a ring then goes round three times, and sends a quarter more.
 #   <!-- claim: claims.peak_of_8192_tokens_on_16_ranks() == 75.5 -->
 
 # %% [markdown]
@@ -542,7 +542,7 @@ reveal("ring/over-ulysses", times=ratio[8])
 }
 
 # %% [markdown]
-# On four ranks the ring sends less forward, and 1.6 times as much in the whole step. Ulysses also computes with one kernel over the whole sequence. Against it: attention waits for the exchange, and there are no more ranks than heads.
+# On four ranks the ring sends less forward, and 1.6 times as much in a step. Ulysses also computes with one kernel over the whole sequence. Against it: attention waits for the exchange, and there are no more ranks than heads.
 #
 # **Or gather all keys.** A third way sends forward what the ring sends, in one all-gather before attention. The backward pass gathers keys and values again, unless they were kept, and ends with a reduce-scatter of their gradients. In this simplest form nothing overlaps, and a rank holds all keys and values of one layer. Llama 3 405B was trained like that: 131,072 tokens on 16 ranks, times eight of tensor parallelism.
 # Its report gives two reasons (section 3.3.2): document masks are simple when all keys are there, and with grouped queries the keys are small. Would you?
@@ -553,7 +553,7 @@ reveal("ring/over-ulysses", times=ratio[8])
 predict("llama-405b/ring-over-ulysses", times=1.8)
 
 # %% [markdown]
-# Compare the three in a step of one layer, forward and backward, with 40 GB/s per rank. Do the hops of the ring hide? Backward a hop carries keys, values and the fp32 sums of their gradients. The last hop, of sums alone, has nothing to hide behind; the others:
+# Compare the three in a step of one layer, with 40 GB/s per rank. Do the hops of the ring hide? Backward a hop carries keys, values and the fp32 sums of their gradients. The last hop, of sums alone, has nothing to hide behind; the others:
 
 # %%
 big = dataclasses.replace(ModelConfig.named("llama-3.1-405b"), seq_len=131_072)
@@ -597,7 +597,7 @@ reveal("llama-405b/ring-over-ulysses", times=round(ring_sends / ulysses_sends, 2
 # %% [markdown]
 # **With eight ranks of tensor parallelism all three send the same here.** Ring and all-gather send keys, of which a rank now has one head in place of eight. Ulysses gains less: 16 ranks need 16 key–value heads, so the only one is copied 16 times. (The bytes are equal because a rank has as many query heads as cp has ranks, 16; on fewer ranks of cp the ring sends less than Ulysses.)
 #
-# So all-gather and Ulysses wait a fifth of the time that attention computes, a tenth of what the whole layer does; the ring hardly waits. (What the ring pays is not counted here: 16 small products in place of one large, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks that stay simple.
+# So all-gather and Ulysses wait a fifth of the time that attention computes, a tenth of what the whole layer does; the ring hardly waits. (Not counted is what the ring pays: 16 small products in place of one large, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks that stay simple.
 #
 # Even without tp the ring waits less than Ulysses in this table. It hides down to 1,528 tokens per rank forward, and 1.2 times as many backward.
 #   <!-- claim: (lambda h: round(context_parallel.least_tokens(h.rate("attention"), h.network.bandwidth, groups=8 / 128)))(config.Hardware.named("H100")) == 1528 -->
@@ -622,7 +622,7 @@ for count in (2048, 4096, 8192, 16384):
 # %% [markdown]
 # **So count the tokens of a rank.** With enough to hide behind, a ring waits least; with fewer, and without tp, Ulysses does. An all-gather is for simple masks, while its memory and its wait do not hurt.
 #
-# `predict.time` counts a step of any mesh as if nothing overlapped (lab 10), which is true of the all-gather. Does it give the table's wait? One layer, without the latency of 5 µs per message:
+# `predict.time` counts a step of any mesh as if nothing overlapped (lab 10), which is true of the all-gather. Does it give the table's wait? Without the latency of 5 µs per message:
 
 # %%
 no_latency = dataclasses.replace(h100, network=Link(0, bw))

@@ -117,7 +117,7 @@ for k in (1, 2):
 #
 # 1. **Count.** Sort the visits by expert. Tell every rank how many come: an all-to-all of E whole numbers.
 # 2. **Dispatch.** Send the rows, an all-to-all with uneven shares.
-# 3. **Compute.** Each expert runs on the rows that have come. It treats each row alone, so those of several ranks may be joined.
+# 3. **Compute.** Each expert runs on the rows that have come, on those of each rank or of all ranks at once: it is a product of matrices.
 # 4. **Combine.** Send the results back, with the shares reversed.
 # 5. **Add up.** Multiply each result by its weight, and add it to its token's row.
 #
@@ -344,7 +344,7 @@ for words, how in {
     print(f"{words:27}", *(f"{times:.1f} " for times in means))
 
 # %% [markdown]
-# Even an untrained router sends its busiest expert twice the mean, where chance would send 1.2 times: words repeat, and each goes the same way every time. Four steps of training at this learning rate, 0.01, lift that to 3.5; then it slowly falls. At a tenth of the rate it rises later and less, with even words hardly at all. Here are the words of the last of 300 steps, with nothing for balance:
+# Even an untrained router sends its busiest expert twice the mean, where chance would send 1.2 times: words repeat, and each goes the same way every time. Four steps of training at this learning rate, 0.01, lift that to 3.5; then it slowly falls. With even words it hardly rises; at a tenth of the rate, later and less. Here are the words of the last of 300 steps, with nothing for balance:
 
 # %%
 by_word = record["nothing"][0]["words"]
@@ -360,7 +360,7 @@ plots.visits([*by_word[:5], rare], names=names)
 #
 # $$ E\sum_e v_e\,P_e, \qquad v_e = \text{share of visits}, \quad P_e = \text{mean probability}. $$
 #
-# It is 1 where visits and probabilities are even, and E/k where the router is certain that all tokens want the same k experts. Counts have no gradient. So it flows through P alone, and lowers the probability of the experts whose share v is high.
+# It is 1 where visits and probabilities are even, and E/k where the router is certain that all tokens want the same k experts. Counts have no gradient: it flows through P alone, and lowers the probability of the experts whose share v is high.
 #
 # **A bias** (DeepSeek-V3) touches no gradient: it helps to choose experts, and weighs nothing. After each step it falls by γ for every expert that was asked for more often than the mean, and rises by γ for the others (γ is 0.01 in these runs, 0.001 in DeepSeek-V3). Runs with a bias have sigmoid scores.
 
@@ -410,8 +410,8 @@ for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for no
     print(f"   loss {more:+.2f} ± {error:.2f}, higher in {higher} of 8")
 
 # %% [markdown]
-# The control loses a third of a nat, in every seed: that is what experts are worth here, so much harm would show. With nothing for balance 29 % of all visits are dropped, and the loss is 0.06 ± 0.05 higher, in six seeds of eight: that may be chance.
-# With a balance loss there is next to nothing to drop. What balance buys for certain is time: with twice the visits on one *rank* a layer's experts take nearly twice as long (below).
+# The control loses a third of a nat: that is what experts are worth here. Great harm would show. With nothing for balance 29 % of all visits are dropped, and the loss is 0.06 ± 0.05 higher, in six seeds of eight: that may be chance.
+# With a balance loss there is next to nothing to drop. What balance surely buys is time: with twice the visits on one *rank* a layer's experts take nearly twice as long (below).
 #
 # And c = 1, with no room to spare? Even a fair but random router sends some experts more than the mean. This is the share of visits dropped, where the mean is 64 visits, and 4096:
 
@@ -486,7 +486,7 @@ for share in (0, 0.001, 0.01):
     print(f"probabilities off by {off:.3f}, loss {loss:.1f}")
 
 # %% [markdown]
-# Not in 200 steps. The log of the sum begins at log 8 = 2.1 and drifts up to 2.5; a z-loss brings it down. **But nothing was wrong yet:** the logits are below 10, where bf16 costs 0.2 percentage points at most, with and without z-loss, and the loss is no better. (The largest logit even grows: a z-loss holds the sum, not the distances between logits.) So a z-loss insures against a drift over many more steps; what it saves, these runs cannot show.
+# Not in 200 steps. The log of the sum begins at log 8 = 2.1 and drifts up to 2.5; a z-loss brings it down. **But nothing was wrong yet:** the largest logits are 3.5 to 5.4, and bf16 costs 0.2 percentage points at most, with and without z-loss, and the loss is no better. (The largest logit even grows: a z-loss holds the sum, not the distances between logits.) So a z-loss insures against a drift over many more steps; what it saves, these runs cannot show.
 
 # %% [markdown]
 # ## Further: when does the all-to-all dominate?
