@@ -737,7 +737,7 @@ moves = {
 }
 points = {name: (flops, ledger.total) for name, ledger in moves.items()}
 points["softmax"] = 5 * s * s, flash.passes(flash.softmax, s, s, itemsize=2).total
-title = "Between 425 and 989: it depends on how often a read is shared"
+title = "Between 425 and 989 TFLOP/s: it depends on how often a read is shared"
 timed = {"timed": 620.73e12}  # pull request 2391, below
 device = {roof.name: (roof.flops, roof.bandwidth)}
 plots.roofline(device, points, timed=timed, title=title)
