@@ -10,7 +10,7 @@
 #
 # - Normalize a row of scores that you never see as a whole (exercise 6.1).
 # - Compute attention over all keys from its results over parts of the keys (exercise 6.2).
-# - Find the causal mask that is right on every square and wrong in every chat (exercise 6.3, *Further*).
+# - Find the causal mask that is right on every square of scores and wrong in every chat (exercise 6.3, *Further*).
 
 # %% [markdown]
 # ## Setup
@@ -53,7 +53,7 @@ plots.tile_walk(walk, s_q=48, s_k=48)
 
 # %% [markdown]
 # Two things in the picture should bother you. A softmax divides by the sum of its *whole* row, and no tile ever sees a row. And the backward pass needs the
-# weights, which are gone. First, how much memory is at stake?
+# weights, which are gone.
 
 # %% [markdown]
 # ## How much memory do the scores take?
@@ -146,8 +146,8 @@ peaks = {
 {name: [units.text(p) for p in found] for name, found in peaks.items()}
 
 # %% [markdown]
-# The fullest moment of plain attention is in the softmax's backward pass. That of tiled attention is in a tile of the backward pass, with two more
-# numbers per row: lse's gradient, and $D$, which stands for a sum over the whole row (derived below).
+# The fullest moment of plain attention is in the softmax's backward pass. That of tiled attention is in a tile of the backward pass, where each row has two
+# numbers beside lse: its gradient, and $D$, which stands for a sum over the whole row (derived below).
 
 # %%
 block = 128
@@ -186,7 +186,7 @@ plots.curves(long, title=title, measured=measured, **axes, **formula)
 }
 
 # %% [markdown]
-# The ratio of the two peaks grows with the length. So ask of any *factor* of memory saved, at which length:
+# The ratio of the two peaks grows with the length, so ask for the length behind any *factor* of memory saved. From 256 to 2048 tokens:
 
 # %%
 [round(most / least, 1) for most, least in zip(*peaks.values(), strict=True)]
@@ -298,7 +298,7 @@ reveal("flash/products", products=products(tiled)[1])
 
 # %% [markdown]
 # Five: $dV = P^\top dO$, $dP = dO\,V^\top$, $dQ = dS\,K/\sqrt d$, $dK = dS^\top Q/\sqrt d$, and $QK^\top$ once more, because it was not kept. With the forward pass that is seven against six:
-# **a tile costs more arithmetic, not less.** But with a causal mask tiled attention skips tiles that plain attention computes. Products of both passes, masked, in tiles of 32:
+# **a tile costs more arithmetic, not less.** But with a causal mask tiled attention skips tiles that plain attention computes. Products of both passes, masked, 256 tokens in tiles of 32:
 
 # %%
 masked = {
@@ -353,7 +353,7 @@ bool((in_batch[:, :, :100] - alone).abs().max() < 1e-6)
 # %% [markdown]
 # ## Further: which numbers of a tile may have 16 bits?
 #
-# In half-precision training (lab 02) Q, K and V arrive in bf16. What happens to them inside a tile is up to the kernel. Here is the loop of one head in fp32,
+# In half-precision training (lab 02) Q, K and V arrive in bf16. Here is the loop of one head in fp32,
 # in which any of its five quantities can be rounded to bf16 after every block: the scores S, the maximum m, the weights P, the sum ℓ and the output o.
 
 
@@ -424,8 +424,8 @@ q, k, v = in_bf16(1024)
 {name: f"{error(100 * q, k, v, short=name):.0e}" for name in ("P", "S", "o", "l")}
 
 # %% [markdown]
-# Now S is the worst: beyond 256 the numbers of bf16 lie 2 apart, and a score that is wrong by 1 makes a weight wrong by a factor of e. So kernels keep S, m, ℓ
-# and o in fp32. They round $P$ alone, because tensor cores multiply 16-bit factors. Plain attention in bf16 writes S to slow memory, rounded, and so has S's error, too.
+# Now S is the worst: beyond 256 the numbers of bf16 lie 2 apart, and a score that is wrong by 1 makes a weight wrong by a factor of e. So kernels keep S, ℓ
+# and o in fp32, and m with them. They round $P$ alone, because tensor cores multiply 16-bit factors. Plain attention in bf16 writes S to slow memory, rounded, and so has S's error, too.
 #
 # And lse has to stay in fp32. It is about 9 here, where the numbers of bf16 lie 1/16 apart. Recover the weights from a rounded lse and add up each row, which should give 1:
 
@@ -440,7 +440,7 @@ f"{sums.min().item():.2f} to {sums.max().item():.2f}"
 #
 # Tiling saves traffic, too. A GPU has a large slow memory (HBM) and, in each of its processors, a small fast one. On an A100 HBM holds
 # 40 to 80 GB at 1.5 to 2.0 TB/s; the fast memories hold 192 kB in each of 108 processors, together at about 19 TB/s
-# (FlashAttention paper, section 2.1). Scores that never leave fast memory cost no trip.
+# (FlashAttention paper, section 2.1).
 #
 # Count the numbers that enter and leave *a processor* in the forward pass. Plain attention takes three steps, each from slow memory to slow memory: read Q, K, write S; read S,
 # write P; read P, V, write O (each of them once, as the papers count). Tiled attention moves no scores, but every block of queries reads all keys and values again:
@@ -526,8 +526,8 @@ for head in (64, 128):
     print(f"d = {head:3}, {tiled} queries at a time: {gains}")
 
 # %% [markdown]
-# It was both. With narrow blocks of keys $B$ nears M/2d rows, so flash-2 moves $4 s^2 d^2/M$ at least. Blocks of plain attention near M/d rows: counted alike, it moves $4 s^2 + 2 s^2 d^2/M$. So the gain is at most $M/d^2 + \tfrac12$:
-# **counted alike, tiling pays at this border only where fast memory holds more than half of d² numbers.** With 16 keys at a time it has to hold some 5,000 for heads of 64, and 14,000 for heads of 128.
+# It was both. With narrow blocks of keys $B$ approaches M/2d rows, so flash-2 moves $4 s^2 d^2/M$ at least. Plain attention's blocks approach M/d rows; counted alike, it moves $4 s^2 + 2 s^2 d^2/M$. So the gain is at most $M/d^2 + \tfrac12$:
+# **counted alike, tiling pays at this border only where fast memory holds more than half of d² numbers.** With 16 keys at a time that takes some 5,000 numbers for heads of 64, and 14,000 for heads of 128.
 # <!-- claim: [round((lambda q, p: (flash.traffic("plain", s=4096, d=d, itemsize=1).total + 2 * 4096 * d * (-(-4096 // p) - 1)) / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=16, itemsize=1, stat_itemsize=1).total)((M - 32 * d) // (2 * d + 16), (M - 16 * d) // (d + 16)), 1) for M, d in ((5000, 64), (14000, 128))] == [1.0, 1.0] -->
 
 # %% [markdown]
@@ -553,7 +553,7 @@ bool((whole - merged).abs().max() < 1e-6)
 #
 # ### Exercise 6.2 · Two halves of the keys (15 min, ●●○)
 #
-# Compute attention over all keys from its results over two parts of them. A part may be masked throughout; scores may be large. In a row that neither part sees, gradients stay finite.
+# Compute attention over all keys from its results over two parts of them. A part may be masked throughout (output 0, lse −∞); scores may be large. In a row that neither part sees, gradients stay finite.
 
 
 # %%
@@ -715,7 +715,7 @@ for rows in (512, 128, 32):
 #
 # A roofline of HBM has to count HBM's bytes, and so far you have counted those of the processors. Between the two lies a cache that all processors share, **L2**: 50 MB
 # on an H100. Take heads of 128, 16 384 tokens, and one block of 128 queries on each of its 132 processors. Then about one head is worked on
-# at a time. So much do its K and V take, and so much would its scores take:
+# at a time. This is what its K and V take, and what its scores would take:
 
 # %%
 s, d = 16_384, 128
@@ -737,14 +737,14 @@ moves = {
 }
 points = {name: (flops, ledger.total) for name, ledger in moves.items()}
 points["softmax"] = 5 * s * s, flash.passes(flash.softmax, s, s, itemsize=2).total
-title = "Between 425 and 989: it depends on how often a read is shared"
+title = "Between 425 and 989 TFLOP/s: it depends on how often a read is shared"
 timed = {"timed": 620.73e12}  # pull request 2391, below
 device = {roof.name: (roof.flops, roof.bandwidth)}
 plots.roofline(device, points, timed=timed, title=title)
 
 # %% [markdown]
 # The level dotted line is FlashAttention-3 with blocks of 128 queries (`hopper/tile_size.h`), timed at 621 TFLOP/s forward with this head and length
-# (PyTorch's benchmark suite, pull request 2391; it names neither the Hopper GPU nor the mask). HBM allows at most:
+# (PyTorch's benchmark suite, pull request 2391; it names neither the Hopper GPU nor the mask; a causal one halves FLOPs and reads alike). The roofs of the three attentions:
 
 # %%
 at_most = {name: flops / roof.time(flops, x.total) for name, x in moves.items()}
@@ -786,7 +786,7 @@ else:
     print("The package triton is not installed: nothing ran here.")
 
 # %% [markdown]
-# *Recorded GPU runs: none yet.* How fast these kernels are, nobody has measured. If you have a GPU, `python benchmarks/gpu.py` times them against SDPA and records it in `labutils/data/gpu_runs/`.
+# *Recorded GPU runs: none yet.* If you have a GPU, `python benchmarks/gpu.py` times them against SDPA and records it in `labutils/data/gpu_runs/`.
 
 # %% [markdown]
 # ## Further: what would HBM have to carry?
@@ -817,8 +817,9 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 
 # %% [markdown]
 # Look for the settings where tiling moves *more* than plain attention, as the papers count it. How much fast memory would make flash-2 win at d = 256? By the law 2d² = 131 072
-# numbers, 262 kB in 16 bits. One processor of an A100 has 192 kB, of an H100 228 kB. Kernels for d = 256 exist all the same: with narrow blocks of keys about half of that is enough, counted alike a quarter. And caches can bring down
+# numbers, 262 kB in 16 bits. One processor of an A100 has 192 kB, of an H100 228 kB. Kernels for d = 256 exist all the same: with 16 keys at a time some 75,000 numbers are enough, counted alike 45,000. And caches can bring down
 # what HBM carries, to the last bar at best.
+# <!-- claim: [round((flash.traffic("plain", s=4096, d=256, itemsize=1).total + again * 2 * 4096 * 256 * (-(-4096 // ((M - 16 * 256) // 272)) - 1)) / flash.traffic("flash-2", s=4096, d=256, block_q=(M - 32 * 256) // 528, block_k=16, itemsize=1, stat_itemsize=1).total, 2) for M, again in ((75000, 0), (45000, 1))] == [1.0, 1.0] -->
 
 # %% [markdown]
 # ## In practice
@@ -841,7 +842,7 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 # ### Wrong
 #
 # **Computation falls from O(n²) "to linear (O(n))"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024, on <!-- erratum: S2-013 -->
-# FlashAttention). Twice the tokens, four times the FLOPs, as ever, and four times the bytes moved. What becomes linear is the memory that is *kept*.
+# FlashAttention). Twice the tokens, four times the FLOPs, and four times the bytes moved. What becomes linear is the memory that is *kept*.
 
 # %%
 once, twice = (moved("flash-1", s, 64, 25600) for s in (4096, 8192))
@@ -872,7 +873,7 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 # %% [markdown]
 # ## Summary
 #
-# - Besides Q, K and V, plain attention keeps a·s² weights; tiled attention keeps its output and one number per row: 67 MB against 2 MB at 4 heads of 2048 tokens.
+# - Besides Q, K and V, plain attention keeps a·s² weights; tiled attention keeps its output and one number per row: 67 MB against 2 MB with 4 heads of 64, 2048 tokens and fp32.
 #   <!-- claim: (flash.traffic("plain", s=2048, d=64, heads=4, itemsize=4).only(name="P", component="store").total, flash.traffic("flash-2", s=2048, d=64, heads=4, itemsize=4).only(component="store").total) == (67108864, 2129920) -->
 # - A softmax can be finished late: when the maximum grows from m to m', every sum so far is multiplied by e^(m − m'). Nothing is approximated: what differs is rounding.
 #   <!-- claim: abs(flash.online([(torch.tensor([0.0]), torch.tensor([[1.0]])), (torch.tensor([5.0]), torch.tensor([[3.0]]))])[0].item() - (math.exp(-5) + 3) / (math.exp(-5) + 1)) < 1e-6 -->
@@ -880,13 +881,13 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 #   <!-- claim: 2 * flash.attention_flops(4096, 64, backward=True) == 5 * flash.attention_flops(4096, 64) -->
 # - In a bf16 kernel P may be rounded; the scores, the sums ℓ and o, and lse stay in fp32.
 #   <!-- claim: flash.attention(*torch.ones(3, 1, 1, 4, 8, dtype=torch.bfloat16))[1].dtype == torch.float32 -->
-# - In the forward pass flash-2 moves fewer bytes to and from processors than plain attention, by a factor of about M/2d² if Q, K, V and O share fast memory equally, of up to M/d² if few keys are there at a time, and up to ½ more if plain attention's
+# - In the forward pass plain attention moves about M/2d² times the bytes of flash-2 to and from processors if Q, K, V and O share fast memory equally, up to M/d² times if few keys are there at a time, and up to ½ more if plain attention's
 #   products are counted as reading K and V again, too. With M = 25 600 numbers and 4096 tokens the first two are 3.09 and 4.81 for heads of 64, 0.80 and 1.25 for heads of 128.
 #   <!-- claim: [round(flash.traffic("plain", s=4096, d=d, itemsize=1).total / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1).total, 2) for d, q, k in ((64, 100, 64), (64, 163, 16), (128, 50, 50), (128, 79, 16))] == [3.09, 4.81, 0.8, 1.25] -->
-# - Output and lse of two sets of keys that share none give those of their union. Ring attention and split decoding use this one line.
+# - Output and lse of two disjoint sets of keys give those of their union. Ring attention and split decoding use this one line.
 #   <!-- claim: torch.allclose(flash.merge(torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2), torch.zeros(1))[0], torch.full((1, 2), 0.5)) -->
 # - A fused kernel does the same arithmetic in fewer sweeps: softmax 2 instead of 8, LayerNorm 2 instead of 8, SwiGLU 3 instead of 8.
-#   Logits need not exist at once either: 2.5 GB in place of 12.6 at 8192 tokens and 128 256 words.
+#   Logits need not exist at once either: 2.5 GB (512 rows at a time) in place of 12.6, in fp32, at 8192 tokens, width 4096 and 128 256 words.
 #   <!-- claim: (lambda v, h: [round(4e-9 * n, 1) for n in (512 * v + v * h + 8192 * h, 3 * 8192 * v)])(config.ModelConfig.named("llama-3.1-8b").vocab_size, config.ModelConfig.named("llama-3.1-8b").d_model) == [2.5, 12.6] -->
 #   <!-- claim: [round(flash.passes(f, 4096, 4096, fused=x).total / (4 * 4096**2)) for f in (flash.softmax, flash.layernorm, flash.swiglu) for x in (True, False)] == [2, 8, 2, 8, 3, 8] -->
 # - A roofline belongs to one memory. On an H100, with heads of 128 and 16 384 tokens: at most 425 TFLOP/s if HBM served every read of K and V, the full 989

@@ -36,7 +36,7 @@ from labutils.world import World
 # ## The idea in one picture
 #
 # Four ranks hold a quarter of the sequence each. Queries stay; keys and values go round a ring. A cell is a chunk of queries (down) that meets a chunk of keys
-# (across). Its color says which rank computes it, its number in which step of the ring. White is masked.
+# (across). Its color says which rank computes it, its number in which step of the ring, from 0. White is masked.
 
 # %%
 quarters = context_parallel.layout(s=16, n=4, kind="contiguous")
@@ -96,9 +96,9 @@ hint("context_parallel/ring", 1)
 show(context_parallel.ring)
 
 # %% [markdown]
-# **Backward** the keys go round once more. With the lse over *all* keys, $P_{ij} = e^{s_{ij} - \text{lse}_i}$ (lab 06) gives a tile its part of the whole softmax, so each
-# tile's gradients are right by themselves. $dQ$ stays with the queries. $dK$ and $dV$ collect from every rank, and have to come home: their sums travel behind their
-# keys, and the owner's part waits at home.
+# **Backward** the keys go round once more. With lse over *all* keys, $P_{ij} = e^{s_{ij} - \text{lse}_i}$ (lab 06) gives a tile its part of the whole softmax, so each
+# tile's gradients are right by themselves. $dQ$ stays with the queries. $dK$ and $dV$ collect from every rank, and have to come home: the sums follow their
+# keys one rank behind, and the owner adds its own part at home.
 #
 # > Keys and values travel in bf16, the sums of their gradients in fp32. How many times the bytes of the forward pass does the backward pass send?
 
@@ -110,7 +110,7 @@ predict("ring/backward", times=2)
 #
 # $$ \text{forward, per layer:}\quad (N-1)\cdot 2\,\frac{s}{N}\,g\,d\,e $$
 #
-# The backward pass sends them again, and as many sums of gradients: 2 + 4 bytes per number where there were 2.
+# The backward pass sends them again, and as many sums of gradients: 2 + 4 bytes per number where there were 2. For Llama-3.1-8B, 32 layers, 131,072 tokens on 8 ranks:
 
 # %%
 llama = ModelConfig.named("llama-3.1-8b")
@@ -170,7 +170,7 @@ predict("imbalance/last-rank", times=1.5)
 # $$ \frac{N - \frac12}{N/2} \;=\; \frac{2N-1}{N} $$
 #
 # times the average. On many ranks that nears 2, and half of all devices' time in attention is waiting. The *zig-zag* cuts 2N chunks, and gives rank i the chunks i and 2N − 1 − i, an early one and a
-# late one (Llama 3 cuts so, and Striped Attention balanced a ring before):
+# late one (as in Llama 3):
 
 # %%
 both = {
@@ -191,13 +191,13 @@ zigzag = both["zigzag"]
 [zigzag.work(rank) for rank in range(4)], {zigzag.met(rank) for rank in range(4)}
 
 # %% [markdown]
-# All four ranks have the same work, in total and in every step. The second matters as much, since ranks wait for each other's keys in every step:
+# All four ranks have the same work, in total and in every step. The second matters as much, since ranks wait for each other's keys:
 
 # %%
 plots.key_ring(zigzag.grid())
 
 # %% [markdown]
-# How much time does that save? Take the attention of one layer of Llama-3.1-8B, forward. Each H100 is in a node of its own, with 40 GB/s to the next one. Its attention reaches 49 % of the peak (assumed, in proportion to lab 09's products). The
+# How much time does that save? Take the attention of one layer of Llama-3.1-8B, forward. Each H100 is in a node of its own, with 40 GB/s to the next one. Its attention reaches 49 % of the peak (assumed: 0.81 of what products reach in lab 09, as on a B200). The
 # number in a bar is the rank whose keys are met.
 
 # %%
@@ -270,7 +270,7 @@ for link, found in lines.items():
     print(f"{link}, from {least[link]:.0f} tokens on:", [round(x, 2) for x in found])
 
 # %% [markdown]
-# The lines are the formula: of eight steps seven take max(1, least/T) times their computing, and the last one sends nothing. The dots are simulated time lines. Above the least number of tokens the factor is 1.00. What if the ring waited *before* it computed? The overlap, switched off:
+# The lines are the formula: of eight steps seven take max(1, least/T) times their computing, and the last one sends nothing. The dots are simulated time lines. Above the least number of tokens the factor is 1.00. What if the ring waited *before* it computed?
 
 # %%
 for count in (8192, 32_768):
@@ -278,7 +278,7 @@ for count in (8192, 32_768):
     print(f"{count:6} tokens: {waits:.2f} times the computing alone")
 
 # %% [markdown]
-# The backward pass computes 2.5 times as much (lab 06) and sends 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop, which brings the sums home, has nothing left to hide behind. All of this is a model: ranks alike, no latency, nothing else on the links.
+# The backward pass computes 2.5 times as much (lab 06) and sends 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop, which brings the sums home, has nothing left to hide behind. This is a model: ranks alike, no latency, nothing else on the links.
 
 # %% [markdown]
 # ## What must a rank be told about its tokens?
@@ -355,7 +355,7 @@ is_right(results)
 # %% [markdown]
 # ### Exercise 11.2 · Bug hunt: the model that passed its test (12 min, ●●●)
 #
-# Below, a model, a zig-zag and the ring are put together by hand. The *mean over ranks* of `loss` should be the loss of the whole sequences, and the mean of its gradients their gradient.
+# Below, a model, a zig-zag and the ring are put together by hand. The *mean over ranks* of `loss` should be the loss of the whole sequences, and the mean of its gradients the gradient of that loss.
 # Its test compares the loss of a fresh model. Three things are wrong. (The model and its one RoPE table, `model.blocks[0].attention.rotary`, have a `places_` each: None, or a function from a number of tokens to their places.)
 
 
@@ -386,7 +386,7 @@ def its_test(rank):
 f"{world.run(its_test)[0]:.3f}, and in one place {plain().loss(tokens, tokens):.3f}"
 
 # %% [markdown]
-# The two agree to a unit of the last digit: the test passes. Could it fail? The same fresh model, with zeros in place of attention's outputs:
+# They agree: the test passes. Could it fail? The same fresh model, with zeros in place of attention's outputs:
 
 # %%
 blind = plain()
@@ -395,7 +395,7 @@ for block in blind.blocks:
 f"{blind.loss(tokens, tokens):.3f} without attention"
 
 # %% [markdown]
-# A fresh model's loss hardly depends on attention, so this test cannot fail. Test with large weights.
+# A fresh model's loss hardly depends on attention, so no mistake in attention fails this test. Test with large weights.
 
 # %%
 check("context_parallel/bug-hunt", LongContext)
@@ -467,7 +467,7 @@ for level in (0, 3):
     print(f"states, ZeRO-{level}", units.text(held), "and both", both)
 
 # %% [markdown]
-# **Context parallelism divides activations and nothing else.** Every rank holds all states, and with activations that is 190 GB, too much for an H100. So the same ranks shard the states, by ZeRO-3 over `("dp", "cp")` (lab 09): 69.6 GB. The peak is higher: in the backward pass of the head come gathered weights, their gradients and those of the logits, 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do, but a ring then goes round three times, and sends a quarter more.
+# **Of what a rank holds, context parallelism divides activations alone.** Every rank holds all states, and with activations that is 190 GB, too much for an H100. So the same ranks shard the states, by ZeRO-3 over `("dp", "cp")` (lab 09): 69.6 GB. The peak is higher: in the backward pass of the head come gathered weights, their gradients and those of the logits, 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do, but a ring then goes round three times, and sends a quarter more.
 #   <!-- claim: claims.peak_of_8192_tokens_on_16_ranks() == 75.5 -->
 
 # %% [markdown]
@@ -533,7 +533,7 @@ reveal("ring/over-ulysses", times=ratio[8])
 #
 # $$ 4\cdot 2g\,(N-1) \;=\; 2\,(2a+2g)\,\frac{N-1}{N} \quad\Longleftrightarrow\quad N \;=\; \frac{1}{2}\Bigl(\frac{a}{g}+1\Bigr), $$
 #
-# with four query heads per key–value head at two and a half ranks. (With sums in bf16 a step of the ring would send 3 × its forward bytes, on 8 ranks 2.4 times those of Ulysses.) A step's bytes, ring over Ulysses, by the number of ranks:
+# with four query heads per key–value head at two and a half ranks. (With sums in bf16 a step of the ring would send 3 × its forward bytes, on 8 ranks 2.4 times a step of Ulysses.) A step's bytes, ring over Ulysses, by the number of ranks:
 
 # %%
 {
@@ -542,7 +542,7 @@ reveal("ring/over-ulysses", times=ratio[8])
 }
 
 # %% [markdown]
-# On four ranks the ring sends less forward, and 1.6 times as much in the whole step. Ulysses also computes with one kernel over the whole sequence. Against it: attention waits for the exchange, and there are no more ranks than heads.
+# On four ranks the ring sends less forward, and 1.6 times as much in a step. Ulysses also computes with one kernel over the whole sequence. Against it: attention waits for the exchange, and there are no more ranks than heads.
 #
 # **Or gather all keys.** A third way sends forward what the ring sends, in one all-gather before attention. The backward pass gathers keys and values again, unless they were kept, and ends with a reduce-scatter of their gradients. In this simplest form nothing overlaps, and a rank holds all keys and values of one layer. Llama 3 405B was trained like that: 131,072 tokens on 16 ranks, times eight of tensor parallelism.
 # Its report gives two reasons (section 3.3.2): document masks are simple when all keys are there, and with grouped queries the keys are small. Would you?
@@ -553,7 +553,7 @@ reveal("ring/over-ulysses", times=ratio[8])
 predict("llama-405b/ring-over-ulysses", times=1.8)
 
 # %% [markdown]
-# Compare the three in a step of one layer, forward and backward, with 40 GB/s per rank. Do the hops of the ring hide? Backward a hop carries keys, values and the fp32 sums of their gradients. The last hop, of sums alone, has nothing to hide behind; the others:
+# Compare the three in a step of one layer, with 40 GB/s per rank. Do the hops of the ring hide? Backward a hop carries keys, values and the fp32 sums of their gradients. The last hop, of sums alone, has nothing to hide behind; the others:
 
 # %%
 big = dataclasses.replace(ModelConfig.named("llama-3.1-405b"), seq_len=131_072)
@@ -597,7 +597,7 @@ reveal("llama-405b/ring-over-ulysses", times=round(ring_sends / ulysses_sends, 2
 # %% [markdown]
 # **With eight ranks of tensor parallelism all three send the same here.** Ring and all-gather send keys, of which a rank now has one head in place of eight. Ulysses gains less: 16 ranks need 16 key–value heads, so the only one is copied 16 times. (The bytes are equal because a rank has as many query heads as cp has ranks, 16; on fewer ranks of cp the ring sends less than Ulysses.)
 #
-# So all-gather and Ulysses wait for 20 % of attention's computing, a tenth of all that a layer computes, and the ring for next to nothing. (What the ring pays is not counted here: 16 small products in place of one large, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks that stay simple.
+# So all-gather and Ulysses wait a fifth of the time that attention computes, a tenth of what the whole layer does; the ring hardly waits. (Not counted is what the ring pays: 16 small products in place of one large, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks that stay simple.
 #
 # Even without tp the ring waits less than Ulysses in this table. It hides down to 1,528 tokens per rank forward, and 1.2 times as many backward.
 #   <!-- claim: (lambda h: round(context_parallel.least_tokens(h.rate("attention"), h.network.bandwidth, groups=8 / 128)))(config.Hardware.named("H100")) == 1528 -->
@@ -622,7 +622,7 @@ for count in (2048, 4096, 8192, 16384):
 # %% [markdown]
 # **So count the tokens of a rank.** With enough to hide behind, a ring waits least; with fewer, and without tp, Ulysses does. An all-gather is for simple masks, while its memory and its wait do not hurt.
 #
-# `predict.time` counts a step of any mesh as if nothing overlapped (lab 10), which is true of the all-gather. Does it give the table's wait? One layer, without the latency of 5 µs per message:
+# `predict.time` counts a step of any mesh as if nothing overlapped (lab 10), which is true of the all-gather. Does it give the table's wait? Without the latency of 5 µs per message:
 
 # %%
 no_latency = dataclasses.replace(h100, network=Link(0, bw))
@@ -738,7 +738,7 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 #
 # ### True under a condition
 #
-# **Its condition c ≥ F/bw** is without a mask and grouped queries. A causal mask in a zig-zag takes twice the tokens; grouping divides them by a/g. <!-- erratum: CP-06 -->
+# **Its condition c ≥ F/bw** holds without a mask and without grouped queries. A causal mask in a zig-zag takes twice the tokens; grouping divides them by a/g. <!-- erratum: CP-06 -->
 #
 # **"During training, we cannot afford large context windows."** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). True while s × s scores are stored. Of what is kept above, no tensor grows faster than s, and each rank has 1/N of it. <!-- erratum: S0-027 -->
 

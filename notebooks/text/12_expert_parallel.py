@@ -117,7 +117,7 @@ for k in (1, 2):
 #
 # 1. **Count.** Sort the visits by expert. Tell every rank how many come: an all-to-all of E whole numbers.
 # 2. **Dispatch.** Send the rows, an all-to-all with uneven shares.
-# 3. **Compute.** Each expert runs on the rows that have come. It treats each row alone, so those of several ranks may be joined.
+# 3. **Compute.** Each expert runs on the rows that have come, on those of each rank or of all ranks at once: it is a product of matrices.
 # 4. **Combine.** Send the results back, with the shares reversed.
 # 5. **Add up.** Multiply each result by its weight, and add it to its token's row.
 #
@@ -289,7 +289,7 @@ reveal("mixtral/64-ranks", GB=round(held.total / 1e9, 1))
 formulas.states(full, masters, cluster, rank=43).diff(held)
 
 # %% [markdown]
-# The same 116 GB, too much for an H100: more blocks are more copies. ZeRO-2 (lab 09) leaves 26 GB: it divides gradients and optimizer states by 64 where all ranks hold a parameter, and by 8 where it is an expert's. And this is what rank 43 sends in one step, without ZeRO:
+# The same 116 GB, too much for an H100: more blocks are more copies. ZeRO-2 (lab 09) leaves 26 GB: it divides gradients (in fp32) and optimizer states by 64 where all ranks hold a parameter, and by 8 where it is an expert's. And this is what rank 43 sends in one step, without ZeRO:
 #   <!-- claim: round(predict.states(__import__("dataclasses").replace(config.ModelConfig.named("mixtral-8x7b"), seq_len=4096), config.TrainConfig(micro_batch=1, global_batch=64, attention="sdpa", zero=2), config.Mesh(dp=64, ep=8), rank=43).total / 1e9) == 26 -->
 
 # %%
@@ -310,7 +310,7 @@ formulas.sent(full, masters, cluster, rank=43).diff(in_a_step)
 predict("unbalanced/busiest", times=1.5)
 
 # %% [markdown]
-# The runs are recorded, by `python tools/expert_routing.py`. Are they of this very model? The first must begin with the losses of the first picture:
+# The runs are recorded, by `python tools/expert_routing.py`. Are they of this very model? The first run must begin with the losses of the first picture:
 
 # %%
 record = rigs.expert_parallel.routing_record()["runs"]
@@ -344,7 +344,7 @@ for words, how in {
     print(f"{words:27}", *(f"{times:.1f} " for times in means))
 
 # %% [markdown]
-# Even an untrained router sends its busiest expert twice the mean, where chance would send 1.2 times: words repeat, and each goes the same way every time. Four steps of training at this learning rate, 0.01, lift that to 3.5; then it slowly falls. At a tenth of the rate it rises later and less, with even words hardly at all. Here are the words of the last of 300 steps, with nothing for balance:
+# Even an untrained router sends its busiest expert twice the mean, where chance would send 1.2 times: words repeat, and each goes the same way every time. Four steps of training at this learning rate, 0.01, lift that to 3.5; then it slowly falls. With even words it hardly rises; at a tenth of the rate, later and less. Here are the words of the last of 300 steps, with nothing for balance:
 
 # %%
 by_word = record["nothing"][0]["words"]
@@ -353,14 +353,14 @@ names = [*(f"word {i}" for i in range(5)), "11 others"]
 plots.visits([*by_word[:5], rare], names=names)
 
 # %% [markdown]
-# In this run most words keep to two or three experts, whatever stands before them (two are the fewest that k = 2 allows). The rare words go where frequent ones go. Experts 0 and 2 get one visit of 512 between them: in this step they learn next to nothing.
+# In this run each frequent word keeps mostly to two or three experts, whatever stands before them (two are the fewest that k = 2 allows). The rare words go where frequent ones go. Experts 0 and 2 get one visit of 512 between them: in this step they learn next to nothing.
 
 # %% [markdown]
 # **A balance loss** is added to the loss, times α:
 #
 # $$ E\sum_e v_e\,P_e, \qquad v_e = \text{share of visits}, \quad P_e = \text{mean probability}. $$
 #
-# It is 1 where visits and probabilities are even, and E/k where the router is certain that all tokens want the same k experts. Counts have no gradient. So it flows through P alone, and lowers the probability of the experts whose share v is high.
+# It is 1 where visits and probabilities are even, and E/k where the router is certain that all tokens want the same k experts. Counts have no gradient: it flows through P alone, and lowers the probability of the experts whose share v is high.
 #
 # **A bias** (DeepSeek-V3) touches no gradient: it helps to choose experts, and weighs nothing. After each step it falls by γ for every expert that was asked for more often than the mean, and rises by γ for the others (γ is 0.01 in these runs, 0.001 in DeepSeek-V3). Runs with a bias have sigmoid scores.
 
@@ -382,7 +382,7 @@ for way in ("sigmoid scores", *ways[1:]):
     print(f"{way:15}", *(f"{times:.1f}" for times in ends(way, "busiest")))
 
 # %% [markdown]
-# It is the bias that helps: with a bias of 0 sigmoid scores are as uneven as softmax scores. And α has to be tuned: with 0.01, the value of Switch Transformers, two seeds of eight still have more than twice the mean after 300 steps. (Their runs are far longer.)
+# It is the bias that helps: with a bias of 0 sigmoid scores are as uneven as softmax scores. And α has to be tuned: with 0.01, the value of Switch Transformers, two seeds of eight still have more than twice the mean after 300 steps. (Switch's runs are far longer.)
 
 # %% [markdown]
 # ### Further: what does dropping cost?
@@ -410,8 +410,8 @@ for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for no
     print(f"   loss {more:+.2f} ± {error:.2f}, higher in {higher} of 8")
 
 # %% [markdown]
-# The control loses a third of a nat, in every seed: that is what experts are worth here, so much harm would show. With nothing for balance 29 % of all visits are dropped, and the loss is 0.06 ± 0.05 higher, in six seeds of eight: that may be chance.
-# With a balance loss there is next to nothing to drop. What balance buys for certain is time: with twice the visits on one *rank* a layer's experts take nearly twice as long (the section on the all-to-all, below).
+# The control loses a third of a nat: that is what experts are worth here. Great harm would show. With nothing for balance 29 % of all visits are dropped, and the loss is 0.06 ± 0.05 higher, in six seeds of eight: that may be chance.
+# With a balance loss there is next to nothing to drop. What balance surely buys is time: with twice the visits on one *rank* a layer's experts take nearly twice as long (below).
 #
 # And c = 1, with no room to spare? Even a fair but random router sends some experts more than the mean. This is the share of visits dropped, where the mean is 64 visits, and 4096:
 
@@ -425,7 +425,7 @@ for mean in (64, 4096):
         print(f"{mean:5} visits, c = {c:4}: {over:6.2%} dropped")
 
 # %% [markdown]
-# At c = 1 that is about 0.37/√mean: half of the experts are over the mean, and their excess, shared out among all, is 0.4 standard deviations. So the quarter of room that c = 1.25 adds is for chance where a rank has few tokens. With many tokens it is for what the router has not learned: if the busiest expert has 1.3 times the mean, it alone drops 3.8 % of all visits at c = 1, and 0.6 % at 1.25.
+# At c = 1 that is about 0.37/√mean: half of the experts are over the mean, and their excess, shared out among all, is 0.4 standard deviations of 0.94·√mean. So the quarter of room that c = 1.25 adds is for chance where a rank has few tokens. With many tokens it is for what the router has not learned: if the busiest expert has 1.3 times the mean, it alone drops 3.8 % of all visits at c = 1, and 0.6 % at 1.25.
 #   <!-- arithmetic: [round(100 * (1.3 - c) / 8, 1) for c in (1, 1.25)] == [3.8, 0.6] -->
 
 # %% [markdown]
@@ -486,7 +486,7 @@ for share in (0, 0.001, 0.01):
     print(f"probabilities off by {off:.3f}, loss {loss:.1f}")
 
 # %% [markdown]
-# Not in 200 steps. The log of the sum begins at log 8 = 2.1 and drifts up to 2.5; a z-loss brings it down. **But nothing was wrong yet:** the logits are below 10, where bf16 costs 0.2 percentage points at most, with and without z-loss, and the loss is no better. (The largest logit even grows: a z-loss holds the sum, not the distances between logits.) So a z-loss insures against a drift over many more steps; what it saves, these runs cannot show.
+# Not in 200 steps. The log of the sum begins at log 8 = 2.1 and drifts up to 2.5; a z-loss brings it down. **But nothing was wrong yet:** the largest logits are 3.5 to 5.4, and bf16 costs 0.2 percentage points at most, with and without z-loss, and the loss is no better. (The largest logit even grows: a z-loss holds the sum, not the distances between logits.) So a z-loss insures against a drift over many more steps; what it saves, these runs cannot show.
 
 # %% [markdown]
 # ## Further: when does the all-to-all dominate?
@@ -517,7 +517,7 @@ print(f"NVLink: {even[NVLINK]:.0f}; Mixtral's experts: 14336, DeepSeek-V3's: 204
 # Mixtral's experts are wide enough for both links, DeepSeek-V3's for NVLink alone. Between nodes each all-to-all of V3's forward pass would take 2.4 times as long as its experts.
 #   <!-- claim: (lambda h: round(h.rate() / (3 * h.network.bandwidth) / 2048, 1))(config.Hardware.named("H100")) == 2.4 -->
 #
-# **How could DeepSeek-V3 train across nodes all the same?** Its report states about 1 : 1 for computing to communicating (section 3.2.1). The table prints computing : communicating. It starts from rows that go to 8 experts and back; each further line adds one change that V3 makes:
+# **How could DeepSeek-V3 train across nodes all the same?** Its report states about 1 : 1 for computing to communicating (section 3.2.1). The table prints computing : communicating. It starts from rows that go to 8 experts and back; each further line changes one thing:
 
 # %%
 v3 = replace(ModelConfig.named("deepseek-v3"), seq_len=4096)
@@ -594,7 +594,7 @@ plots.overlap(
 )
 
 # %% [markdown]
-# The total does not grow. But the rank of the busy expert computes twice as much, and all others wait for it. With eight experts on each rank in place of one, the busy expert is an eighth of its rank's usual work:
+# The total does not grow. But the rank of the busy expert computes twice as much, and all others wait for it. With eight experts on each rank, the busy expert is an eighth of its rank's usual work:
 
 # %%
 many = replace(full, num_layers=1, num_experts=64)
@@ -712,11 +712,11 @@ hint("expert_parallel/bug-hunt", 1)
 # > - Of Mixtral's 46.7 billion parameters a token meets 12.9 billion.
 # >   <!-- claim: [round((m.num_params - m.parameters["feed-forward"] * 6 // 8) / 1e9, 1) for m in [config.ModelConfig.named("mixtral-8x7b")]] == [12.9] -->
 # > - A layer takes five all-to-alls per step: counts, dispatch, combine, and two backward. Each of the four with rows sends (N_e − 1)/N_e · k·b·s·h numbers per rank if routing is even.
-# > - Gradients of experts are averaged over N_d/N_e ranks, all others over N_d. (Here `combine` has divided by N_e before that; Megatron-LM averages over the same ranks and divides by N_e itself.) The wrong group has the right shape.
+# > - Gradients of experts are averaged over N_d/N_e ranks, all others over N_d. (Here `combine` has divided by N_e before that; Megatron-LM averages over the same ranks and divides by N_e itself.) A mean over the wrong group raises no error.
 # >   <!-- claim: [len(config.Mesh(dp=64, ep=8).group(43, axis)) for axis in ("edp", "dp")] == [8, 64] -->
-# > - Experts grow unevenly busy where words are unevenly frequent and nothing in the loss asks for balance: here 2.4 times the mean, 1.5 with equally frequent words, 1.3 with a balance loss of α = 0.1.
+# > - Experts grow unevenly busy where words are unevenly frequent and nothing in the loss asks for balance: here the busiest has 2.4 times the mean, 1.5 with equally frequent words, 1.3 with a balance loss of α = 0.1.
 # >   <!-- claim: claims.busiest_experts() == (2.4, 1.5, 1.3) -->
-# > - Expert parallelism divides experts by N_e, and nothing else: Mixtral in bf16 with fp32 masters holds 116 GB per rank in blocks of 8, on 8 ranks and on 64.
+# > - Expert parallelism divides experts by N_e, and nothing else: Mixtral in bf16 with fp32 masters holds 116 GB per rank in blocks of 8, on 8 ranks and on 64, without ZeRO.
 # >   <!-- claim: [round(predict.states(config.ModelConfig.named("mixtral-8x7b"), config.TrainConfig(micro_batch=1, global_batch=n), config.Mesh(dp=n, ep=8)).total / 1e9) for n in (8, 64)] == [116, 116] -->
 # > - Choosing has no gradient. The router learns through the weights, and from a balance loss through the mean probabilities P.
 # > - Forward, experts compute as long as their rows travel one way if f = FLOP/s/(3·bw): 557 on an H100's NVLink, 5,010 between nodes. Over a step, with all four trips, it takes 4/3 of that.
