@@ -526,7 +526,7 @@ for head in (64, 128):
     print(f"d = {head:3}, {tiled} queries at a time: {gains}")
 
 # %% [markdown]
-# It was both. With narrow blocks of keys $B$ nears M/2d rows, so flash-2 moves $4 s^2 d^2/M$ at least. Blocks of plain attention near M/d rows: counted alike, it moves $4 s^2 + 2 s^2 d^2/M$. So the gain is at most $M/d^2 + \tfrac12$:
+# It was both. With narrow blocks of keys $B$ nears M/2d rows, so flash-2 moves $4 s^2 d^2/M$ at least. Plain attention's blocks near M/d rows, so counted alike it moves $4 s^2 + 2 s^2 d^2/M$. So the gain is at most $M/d^2 + \tfrac12$:
 # **counted alike, tiling pays at this border only where fast memory holds more than half of d² numbers.** With 16 keys at a time it has to hold some 5,000 for heads of 64, and 14,000 for heads of 128.
 # <!-- claim: [round((lambda q, p: (flash.traffic("plain", s=4096, d=d, itemsize=1).total + 2 * 4096 * d * (-(-4096 // p) - 1)) / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=16, itemsize=1, stat_itemsize=1).total)((M - 32 * d) // (2 * d + 16), (M - 16 * d) // (d + 16)), 1) for M, d in ((5000, 64), (14000, 128))] == [1.0, 1.0] -->
 
@@ -715,7 +715,7 @@ for rows in (512, 128, 32):
 #
 # A roofline of HBM has to count HBM's bytes, and so far you have counted those of the processors. Between the two lies a cache that all processors share, **L2**: 50 MB
 # on an H100. Take heads of 128, 16 384 tokens, and one block of 128 queries on each of its 132 processors. Then about one head is worked on
-# at a time. So much do its K and V take, and so much would its scores take:
+# at a time. Its K and V take, and its scores would take:
 
 # %%
 s, d = 16_384, 128
@@ -751,7 +751,7 @@ at_most = {name: flops / roof.time(flops, x.total) for name, x in moves.items()}
 {name: units.text(rate, "FLOP/s") for name, rate in at_most.items()}
 
 # %% [markdown]
-# **On an H100 this kernel must have shared reads.** 621 is more than the 425 that HBM allows if it serves every read: it served at most 425/621 of them, about two thirds. The others were shared, in L2 or by pairs of thread blocks that take K and V from one load, which this kernel can do. On an H200, with 4.8 TB/s, HBM could serve 98 % of the reads, and the same timing would prove next to nothing.
+# **If it ran on an H100, this kernel shared reads.** 621 is more than the 425 that HBM allows if it serves every read: it served at most 425/621 of them, about two thirds. The others were shared, in L2 or by pairs of thread blocks that take K and V from one load, which this kernel can do. On an H200, with 4.8 TB/s, HBM could serve 98 % of the reads, and the same timing would prove next to nothing.
 # <!-- claim: round(100 * config.Hardware.named("H200").memory_bandwidth / config.Hardware.named("H100").memory_bandwidth * 425 / 621) == 98 -->
 # What keeps the kernel below 989, a roofline of one memory cannot say. (`flash.Roof.measured()` is the roof of your own machine.)
 #
@@ -880,7 +880,7 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 #   <!-- claim: 2 * flash.attention_flops(4096, 64, backward=True) == 5 * flash.attention_flops(4096, 64) -->
 # - In a bf16 kernel P may be rounded; the scores, the sums ℓ and o, and lse stay in fp32.
 #   <!-- claim: flash.attention(*torch.ones(3, 1, 1, 4, 8, dtype=torch.bfloat16))[1].dtype == torch.float32 -->
-# - In the forward pass flash-2 moves fewer bytes to and from processors than plain attention, by a factor of about M/2d² if Q, K, V and O share fast memory equally, of up to M/d² if few keys are there at a time, and up to ½ more if plain attention's
+# - In the forward pass plain attention moves about M/2d² times the bytes of flash-2 to and from processors if Q, K, V and O share fast memory equally, and up to M/d² times if few keys are there at a time. Add up to ½ if plain attention's
 #   products are counted as reading K and V again, too. With M = 25 600 numbers and 4096 tokens the first two are 3.09 and 4.81 for heads of 64, 0.80 and 1.25 for heads of 128.
 #   <!-- claim: [round(flash.traffic("plain", s=4096, d=d, itemsize=1).total / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1).total, 2) for d, q, k in ((64, 100, 64), (64, 163, 16), (128, 50, 50), (128, 79, 16))] == [3.09, 4.81, 0.8, 1.25] -->
 # - Output and lse of two sets of keys that share none give those of their union. Ring attention and split decoding use this one line.

@@ -278,7 +278,7 @@ for count in (8192, 32_768):
     print(f"{count:6} tokens: {waits:.2f} times the computing alone")
 
 # %% [markdown]
-# The backward pass computes 2.5 times as much (lab 06) and sends 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop, which brings the sums home, has nothing left to hide behind. All of this is a model: ranks alike, no latency, nothing else on the links.
+# The backward pass computes 2.5 times as much (lab 06) and sends 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop, which brings the sums home, has nothing left to hide behind. This is a model: ranks alike, no latency, nothing else on the links.
 
 # %% [markdown]
 # ## What must a rank be told about its tokens?
@@ -395,7 +395,7 @@ for block in blind.blocks:
 f"{blind.loss(tokens, tokens):.3f} without attention"
 
 # %% [markdown]
-# A fresh model's loss hardly depends on attention, so this test cannot fail. Test with large weights.
+# A fresh model's loss hardly depends on attention, so this test sees no error in it. Test with large weights.
 
 # %%
 check("context_parallel/bug-hunt", LongContext)
@@ -427,7 +427,7 @@ predict("kept/of-16", times=12)
 # Keys that pass are used and dropped. A rank keeps q, k, v, output and lse of its own tokens. So it keeps what a model of s/N tokens keeps (lab 03), its
 # rows of the RoPE tables, and the number of all targets.
 #
-# The dry run is of the last of N ranks, at full width and length, with one of the 32 layers. `block` says how large a tile of scores may be. Fake tensors have no values to store, so it may be as large as the sequence.
+# The dry run takes the last of N ranks, at full width and length, with one of the 32 layers. `block` says how large a tile of scores may be. Fake tensors have no values to store, so it may be as large as the sequence.
 
 # %%
 one = dataclasses.replace(llama, num_layers=1)
@@ -467,7 +467,7 @@ for level in (0, 3):
     print(f"states, ZeRO-{level}", units.text(held), "and both", both)
 
 # %% [markdown]
-# **Context parallelism divides activations and nothing else.** Every rank holds all states, and with activations that is 190 GB, too much for an H100. So the same ranks shard the states, by ZeRO-3 over `("dp", "cp")` (lab 09): 69.6 GB. The peak is higher: in the backward pass of the head come gathered weights, their gradients and those of the logits, 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do, but a ring then goes round three times, and sends a quarter more.
+# **Of what a rank holds, context parallelism divides activations and nothing else.** With all states that is 190 GB, too much for an H100. So the same ranks shard the states, by ZeRO-3 over `("dp", "cp")` (lab 09): 69.6 GB. The peak is higher: in the backward pass of the head come gathered weights, their gradients and those of the logits, 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do, but a ring then goes round three times, and sends a quarter more.
 #   <!-- claim: claims.peak_of_8192_tokens_on_16_ranks() == 75.5 -->
 
 # %% [markdown]
@@ -620,7 +620,7 @@ for count in (2048, 4096, 8192, 16384):
     print(f"{count:6} tokens per rank: ring {ring:.0%}, Ulysses {heads:.0%}")
 
 # %% [markdown]
-# **So count the tokens of a rank.** With enough to hide behind, a ring waits least; with fewer, and without tp, Ulysses does. An all-gather is for simple masks, while its memory and its wait do not hurt.
+# **So count the tokens of a rank.** With enough to hide behind, a ring waits least; with fewer, and without tp, Ulysses does. An all-gather is for simple masks, where memory and wait do not hurt.
 #
 # `predict.time` counts a step of any mesh as if nothing overlapped (lab 10), which is true of the all-gather. Does it give the table's wait? One layer, without the latency of 5 µs per message:
 
@@ -738,7 +738,7 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 #
 # ### True under a condition
 #
-# **Its condition c ≥ F/bw** is without a mask and grouped queries. A causal mask in a zig-zag takes twice the tokens; grouping divides them by a/g. <!-- erratum: CP-06 -->
+# **Its condition c ≥ F/bw** has no mask and no grouped queries. A causal mask in a zig-zag takes twice the tokens; grouping divides them by a/g. <!-- erratum: CP-06 -->
 #
 # **"During training, we cannot afford large context windows."** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). True while s × s scores are stored. Of what is kept above, no tensor grows faster than s, and each rank has 1/N of it. <!-- erratum: S0-027 -->
 

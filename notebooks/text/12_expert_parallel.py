@@ -289,7 +289,7 @@ reveal("mixtral/64-ranks", GB=round(held.total / 1e9, 1))
 formulas.states(full, masters, cluster, rank=43).diff(held)
 
 # %% [markdown]
-# The same 116 GB, too much for an H100: more blocks are more copies. ZeRO-2 (lab 09) leaves 26 GB: it divides gradients and optimizer states by 64 where all ranks hold a parameter, and by 8 where it is an expert's. And this is what rank 43 sends in one step, without ZeRO:
+# The same 116 GB, too much for an H100: more blocks are more copies. ZeRO-2 (lab 09) leaves 26 GB: it divides gradients and optimizer states of experts by 8, all others by 64. And this is what rank 43 sends in one step, without ZeRO:
 #   <!-- claim: round(predict.states(__import__("dataclasses").replace(config.ModelConfig.named("mixtral-8x7b"), seq_len=4096), config.TrainConfig(micro_batch=1, global_batch=64, attention="sdpa", zero=2), config.Mesh(dp=64, ep=8), rank=43).total / 1e9) == 26 -->
 
 # %%
@@ -360,7 +360,7 @@ plots.visits([*by_word[:5], rare], names=names)
 #
 # $$ E\sum_e v_e\,P_e, \qquad v_e = \text{share of visits}, \quad P_e = \text{mean probability}. $$
 #
-# It is 1 where visits and probabilities are even, and E/k where the router is certain that all tokens want the same k experts. Counts have no gradient. So it flows through P alone, and lowers the probability of the experts whose share v is high.
+# It is 1 where visits and probabilities are even, and E/k where the router is certain that all tokens want the same k experts. Counts have no gradient, so the loss acts through P alone: it lowers the probability of the experts whose share v is high.
 #
 # **A bias** (DeepSeek-V3) touches no gradient: it helps to choose experts, and weighs nothing. After each step it falls by γ for every expert that was asked for more often than the mean, and rises by γ for the others (γ is 0.01 in these runs, 0.001 in DeepSeek-V3). Runs with a bias have sigmoid scores.
 
@@ -425,7 +425,7 @@ for mean in (64, 4096):
         print(f"{mean:5} visits, c = {c:4}: {over:6.2%} dropped")
 
 # %% [markdown]
-# At c = 1 that is about 0.37/√mean: half of the experts are over the mean, and their excess, shared out among all, is 0.4 standard deviations. So the quarter of room that c = 1.25 adds is for chance where a rank has few tokens. With many tokens it is for what the router has not learned: if the busiest expert has 1.3 times the mean, it alone drops 3.8 % of all visits at c = 1, and 0.6 % at 1.25.
+# At c = 1 that is about 0.37/√mean: half of the experts are over the mean, and their excess, shared out among all, is 0.4 standard deviations. So on a rank with few tokens the extra room of c = 1.25 absorbs chance; with many it absorbs what the router has not learned: if the busiest expert has 1.3 times the mean, it alone drops 3.8 % of all visits at c = 1, and 0.6 % at 1.25.
 #   <!-- arithmetic: [round(100 * (1.3 - c) / 8, 1) for c in (1, 1.25)] == [3.8, 0.6] -->
 
 # %% [markdown]
@@ -486,7 +486,7 @@ for share in (0, 0.001, 0.01):
     print(f"probabilities off by {off:.3f}, loss {loss:.1f}")
 
 # %% [markdown]
-# Not in 200 steps. The log of the sum begins at log 8 = 2.1 and drifts up to 2.5; a z-loss brings it down. **But nothing was wrong yet:** the logits are below 10, where bf16 costs 0.2 percentage points at most, with and without z-loss, and the loss is no better. (The largest logit even grows: a z-loss holds the sum, not the distances between logits.) So a z-loss insures against a drift over many more steps; what it saves, these runs cannot show.
+# Not in 200 steps. The log of the sum begins at log 8 = 2.1 and drifts up to 2.5; a z-loss brings it down. **But nothing was wrong yet:** the logits are below 10, and bf16 costs 0.2 percentage points at most here, with and without z-loss, and the loss is no better. (The largest logit even grows: a z-loss holds the sum, not the distances between logits.) So a z-loss insures against a drift over many more steps; what it saves, these runs cannot show.
 
 # %% [markdown]
 # ## Further: when does the all-to-all dominate?
@@ -501,7 +501,7 @@ predict("all-to-all/width", f=1000)
 #
 # $$ \frac{t_\text{experts}}{t_\text{one way}} \;=\; \frac{6hf\,V/F}{2h\,V/\mathrm{bw}} \;=\; \frac{3\,f\cdot \mathrm{bw}}{F} \;\ge\; 1 \quad\Longleftrightarrow\quad f \;\ge\; \frac{F}{3\,\mathrm{bw}}. $$
 #
-# The width h, the tokens, k and E all cancel (and (N_e − 1)/N_e is taken as 1). What counts is how *wide* an expert is, against the FLOPs that the device does while one byte travels. (Backward, an expert computes twice as much for as many bytes. So over a whole step computing takes as long as all four trips of the rows from 4/3 of this width on.)
+# The width h, the tokens, k and E all cancel (and (N_e − 1)/N_e is taken as 1). What counts is how *wide* an expert is, against the FLOPs that the device does while one byte travels. (Backward, an expert computes twice as much for as many bytes. So to compute as long as all four trips of a step take, an expert needs 4/3 of this width.)
 
 # %%
 h100 = Hardware.named("H100")
