@@ -751,7 +751,7 @@ at_most = {name: flops / roof.time(flops, x.total) for name, x in moves.items()}
 {name: units.text(rate, "FLOP/s") for name, rate in at_most.items()}
 
 # %% [markdown]
-# **On an H100 this kernel must have shared reads.** 621 is more than the 425 that HBM allows if it serves every read: it served at most 425/621 of them, about two thirds. The others were shared, in L2 or by pairs of thread blocks that take K and V from one load, which this kernel can do. On an H200, with 4.8 TB/s, HBM could serve 98 % of the reads, and the same timing would prove next to nothing.
+# **If it ran on an H100, this kernel shared reads.** 621 is more than the 425 that HBM allows if it serves every read: it served at most 425/621 of them, about two thirds. The others were shared, in L2 or by pairs of thread blocks that take K and V from one load, which this kernel can do. On an H200, with 4.8 TB/s, HBM could serve 98 % of the reads, and the same timing would prove next to nothing.
 # <!-- claim: round(100 * config.Hardware.named("H200").memory_bandwidth / config.Hardware.named("H100").memory_bandwidth * 425 / 621) == 98 -->
 # What keeps the kernel below 989, a roofline of one memory cannot say. (`flash.Roof.measured()` is the roof of your own machine.)
 #

@@ -427,7 +427,7 @@ predict("kept/of-16", times=12)
 # Keys that pass are used and dropped. A rank keeps q, k, v, output and lse of its own tokens. So it keeps what a model of s/N tokens keeps (lab 03), its
 # rows of the RoPE tables, and the number of all targets.
 #
-# The dry run is of the last of N ranks, at full width and length, with one of the 32 layers. `block` says how large a tile of scores may be. Fake tensors have no values to store, so it may be as large as the sequence.
+# The dry run takes the last of N ranks, at full width and length, with one of the 32 layers. `block` says how large a tile of scores may be. Fake tensors have no values to store, so it may be as large as the sequence.
 
 # %%
 one = dataclasses.replace(llama, num_layers=1)
@@ -497,7 +497,7 @@ hint("context_parallel/heads", 1)
 show(context_parallel.heads_for_tokens)
 
 # %% [markdown]
-# > Llama-3.1-8B has a = 32 query heads and g = 8 key–value heads. On 8 ranks, how many times the bytes of Ulysses does a ring send in a forward pass? And in a whole training step?
+# > Llama-3.1-8B has a = 32 query heads and g = 8 key–value heads. On 8 ranks, how many times the bytes of Ulysses does a ring send in a forward pass? (Decide, too, whether a whole training step has the same ratio; the answer is below.)
 
 # %%
 predict("ring/over-ulysses", times=1)
@@ -620,7 +620,7 @@ for count in (2048, 4096, 8192, 16384):
     print(f"{count:6} tokens per rank: ring {ring:.0%}, Ulysses {heads:.0%}")
 
 # %% [markdown]
-# **So count the tokens of a rank.** With enough to hide behind, a ring waits least; with fewer, and without tp, Ulysses does. An all-gather is for simple masks, while its memory and its wait do not hurt.
+# **So count the tokens of a rank.** With enough to hide behind, a ring waits least; with fewer, and without tp, Ulysses does. An all-gather is for simple masks, where memory and wait do not hurt.
 #
 # `predict.time` counts a step of any mesh as if nothing overlapped (lab 10), which is true of the all-gather. Does it give the table's wait? Without the latency of 5 µs per message:
 

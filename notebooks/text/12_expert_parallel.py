@@ -501,7 +501,7 @@ predict("all-to-all/width", f=1000)
 #
 # $$ \frac{t_\text{experts}}{t_\text{one way}} \;=\; \frac{6hf\,V/F}{2h\,V/\mathrm{bw}} \;=\; \frac{3\,f\cdot \mathrm{bw}}{F} \;\ge\; 1 \quad\Longleftrightarrow\quad f \;\ge\; \frac{F}{3\,\mathrm{bw}}. $$
 #
-# The width h, the tokens, k and E all cancel (and (N_e − 1)/N_e is taken as 1). What counts is how *wide* an expert is, against the FLOPs that the device does while one byte travels. (Backward, an expert computes twice as much for as many bytes. So over a whole step computing takes as long as all four trips of the rows from 4/3 of this width on.)
+# The width h, the tokens, k and E all cancel (and (N_e − 1)/N_e is taken as 1). What counts is how *wide* an expert is, against the FLOPs that the device does while one byte travels. (Backward, an expert computes twice as much for as many bytes. So to compute as long as all four trips of a step take, an expert needs 4/3 of this width.)
 
 # %%
 h100 = Hardware.named("H100")
