@@ -48,6 +48,8 @@ class Timeline:
 
     def __post_init__(self) -> None:
         units.instance(self.spans, Sequence, "Timeline")
+        for span in self.spans:
+            units.instance(span, Span, "the list of a Timeline")
 
     def __add__(self, other: "Timeline") -> "Timeline":
         return Timeline(self.spans + other.spans) if isinstance(other, Timeline) else NotImplemented
