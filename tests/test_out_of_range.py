@@ -401,6 +401,7 @@ TIRED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: checkpointing.Costs([3]), TypeError, "Costs, for each stage, takes a Stage, got 3"),
     (lambda: data_parallel.buckets(None), TypeError, "buckets takes an Iterable, got None"),
     (lambda: Timeline(None), TypeError, "Timeline takes a Sequence, got None"),
+    (lambda: Timeline([None]), TypeError, "the list of a Timeline takes a Span, got None"),
     (lambda: scaling.noise_scale([]), ValueError, "the mean |G|² is 0: average over more"),
     (lambda: scaling.noise_scale([1.0]), TypeError, "noise_scale takes a Spread, got 1.0"),
     (lambda: scaling.noise_scale([scaling.Spread(1.0, math.nan)]), ValueError, "the mean |G|² is nan: average over more"),
@@ -503,6 +504,7 @@ PLAIN: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: quantization.from_nf4(None, (64,), torch.float32), TypeError, "from_nf4 takes a Tensor, got None"),
     (lambda: quantization.quantized_bytes(None, "int8"), TypeError, "quantized_bytes takes a tuple, got None"),
     (lambda: quantization.Int8Linear(None), TypeError, "Int8Linear takes a Linear, got None"),
+    (lambda: precision.kahan_sum(None, "bf16"), TypeError, "a sum takes a Tensor, got None"),
     (lambda: randomness.dropout(None, 0.1), TypeError, "dropout takes a Tensor, got None"),
 ]  # fmt: skip
 

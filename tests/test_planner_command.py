@@ -74,6 +74,7 @@ def test_the_table_the_rows_and_the_reasons(capsys):
         assert told == [pytest.approx(exact[name], rel=5e-3) for name in names]
     assert rows[0]["gpu_hours"] == pytest.approx(16 * 24 * rows[0]["days"])
     assert rows[0]["cost"] == pytest.approx(2 * rows[0]["gpu_hours"])
+    assert "at the price given" not in run(capsys, f"{BASE} --tokens 15e12 --top 4")[1]
     assert len(rows) == 4 and sum(rows[0]["seconds"].values()) == pytest.approx(
         rows[0]["step_seconds"]
     )

@@ -77,6 +77,8 @@ def backward_timeline(
 
     >>> backward_timeline([(1000, 1.0)] * 4, bucket_bytes=2000, n=2, link=Link(0, 4000)).exposed
     0.5
+
+    Raises ValueError where a layer is no (bytes of gradients, seconds).
     """
     for layer in layers:
         if len(layer) != 2:

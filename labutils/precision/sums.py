@@ -138,6 +138,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _machine_adds(x: Tensor, fmt: FloatFormat) -> bool:
     """Whether the machine's own addition of x rounds as fmt does."""
+    units.instance(x, Tensor, "a sum")
     if fmt not in MACHINE or x.device.type != "cpu" or x.requires_grad:
         return False
     return torch.equal(x.to(MACHINE[fmt]).to(x.dtype), x)
