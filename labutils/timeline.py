@@ -51,6 +51,8 @@ class Timeline:
         for span in self.spans:
             if not isinstance(span, Span):  # a quarter of the time of a call, for each of many
                 units.instance(span, Span, "the list of a Timeline")
+            if span.end < span.start:
+                raise ValueError(f"{span} ends before it begins: give start, then end")
 
     def __add__(self, other: "Timeline") -> "Timeline":
         return Timeline(self.spans + other.spans) if isinstance(other, Timeline) else NotImplemented
