@@ -42,6 +42,8 @@ class Timeline:
     >>> step = Timeline((backward, Span(0, "reduce", "bucket 0", 2.0, 4.0)))
     >>> step.makespan, step.exposed, step.hidden
     (4.0, 1.0, 0.5)
+
+    Raises ValueError for a span that ends before it begins.
     """
 
     spans: tuple[Span, ...]
