@@ -287,6 +287,8 @@ def replay(lives: Iterable[Any], allocator: Allocator) -> History:
     for, bytes lost to rounding, bytes cached; a moment for each that is born or dies.
 
     At each operation first dies what was freed before it, then what it makes is born.
+
+    Raises TypeError where one of `lives` is no storage's.
     """
     units.instance(lives, Iterable, "replay")
     units.instance(allocator, Allocator, "replay")

@@ -109,6 +109,8 @@ def to_eight(
     >>> eight = to_eight(torch.tensor([[1.0, 0.3], [-2.0, 0.0]]), F8_E4M3)
     >>> eight.codes.tolist(), round(1 / eight.inverse.item(), 3)
     ([[224.0, 64.0], [-448.0, 0.0]], 224.0)
+
+    Raises ValueError for scales that are not one to each tile.
     """
     known = scale is not None
     if scale is None:
