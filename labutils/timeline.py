@@ -42,6 +42,8 @@ class Timeline:
     >>> step = Timeline((backward, Span(0, "reduce", "bucket 0", 2.0, 4.0)))
     >>> step.makespan, step.exposed, step.hidden
     (4.0, 1.0, 0.5)
+
+    Raises ValueError for a span that ends before it begins.
     """
 
     spans: tuple[Span, ...]
@@ -51,6 +53,8 @@ class Timeline:
         for span in self.spans:
             if not isinstance(span, Span):  # a quarter of the time of a call, for each of many
                 units.instance(span, Span, "the list of a Timeline")
+            if span.end < span.start:
+                raise ValueError(f"{span} ends before it begins: give start, then end")
 
     def __add__(self, other: "Timeline") -> "Timeline":
         return Timeline(self.spans + other.spans) if isinstance(other, Timeline) else NotImplemented

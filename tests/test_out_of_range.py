@@ -47,7 +47,7 @@ from labutils import (
     zero,
 )
 from labutils.model import GPT
-from labutils.timeline import Timeline
+from labutils.timeline import Span, Timeline
 from labutils.world import RankError, World
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -402,6 +402,7 @@ TIRED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: data_parallel.buckets(None), TypeError, "buckets takes an Iterable, got None"),
     (lambda: Timeline(None), TypeError, "Timeline takes a Sequence, got None"),
     (lambda: Timeline([None]), TypeError, "the list of a Timeline takes a Span, got None"),
+    (lambda: Timeline([Span(0, "forward", "layer 0", 2.0, 1.0)]), ValueError, "start=2.0, end=1.0, elements=None) ends before it begins: give start, then end"),
     (lambda: scaling.noise_scale([]), ValueError, "the mean |G|² is 0: average over more"),
     (lambda: scaling.noise_scale([1.0]), TypeError, "noise_scale takes a Spread, got 1.0"),
     (lambda: scaling.noise_scale([scaling.Spread(1.0, math.nan)]), ValueError, "the mean |G|² is nan: average over more"),

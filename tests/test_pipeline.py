@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
@@ -305,6 +306,16 @@ def test_the_two_halves_of_a_backward_pass_compute_it_once():
     (forward, both, _), (same, b, w) = flops[True], flops[False]
     products = 2 * 6 * sum(p.numel() for p in stage.parameters() if p.dim() == 2)
     assert forward == same and both == b + w and w == products
+
+
+def test_a_linear_whose_bias_is_named_adds_it():
+    x, weight, bias = torch.randn(2, 3), torch.randn(4, 3, requires_grad=True), torch.randn(4)
+    owed = []
+    with pipeline.Later(owed):
+        y = F.linear(x, weight, bias=bias)
+        y.sum().backward()
+    torch.testing.assert_close(y, F.linear(x, weight, bias))
+    assert len(owed) == 1
 
 
 def test_weights_are_paid_in_the_order_in_which_they_are_owed():

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from labutils import collectives, world
 from labutils.config import Mesh
-from labutils.world import DeadlockError, MismatchError, RankError, World, sockets, threads
+from labutils.world import DeadlockError, MismatchError, RankError, World, sockets, threads, worker
 from labutils.world.distributed import DistributedEndpoint
 from labutils.world.processes import start_server
 from labutils.world.threads import Rendezvous
@@ -1471,3 +1471,17 @@ def test_the_same_script_runs_under_torchrun(tmp_path, capsys, monkeypatch):
         and torchrun[-2] == "DeadlockError"
         and torchrun[-1] == "ranks 0, 1, 3 waited 0.5 s in barrier for rank 2:"
     )
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cuda", "nccl"), ("cpu", "gloo")])
+def test_ranks_on_gpus_meet_by_nccl_and_send_by_it(monkeypatch, tmp_path, device, backend):
+    begun = []
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(dist, "FileStore", lambda *of: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **where: begun.append(name))
+    monkeypatch.setattr(worker, "own_device", lambda rank, size: torch.device(device))
+    for kind in ("DistributedEndpoint", "SocketEndpoint"):
+        monkeypatch.setattr(worker, kind, lambda *of, kind=kind: kind)
+    member = worker._join(0, Mesh(dp=1), 1.0, str(tmp_path))
+    assert begun == [backend]
+    assert member.endpoint == ("DistributedEndpoint" if device == "cuda" else "SocketEndpoint")
