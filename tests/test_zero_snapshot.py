@@ -416,3 +416,17 @@ def test_a_file_is_summed_up_by_little(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 3 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_parameter_of_one_number_comes_back(tmp_path):
+    def program(rank, number, deed):
+        module = nn.ParameterDict({"scale": torch.tensor(number), "rows": torch.ones(3)})
+        owner = zero.Optimizer(
+            module.named_parameters(), rank.comm("dp"), lambda named: torch.optim.SGD([p for _, p in named]), level=1
+        )
+        deed(tmp_path / "one", module, owner)
+        return module["scale"].item()
+
+    with world.World(2) as two:
+        assert two.run(program, 0.5, zero.save) == [0.5, 0.5]
+        assert two.run(program, 7.0, zero.load) == [0.5, 0.5]
