@@ -715,6 +715,14 @@ def test_a_run_says_what_it_cannot_run():
             ranks(2).run(updated, plan, config, stepped)
     with pytest.raises(RankError, match="rank 1 runs stages 1 of 2, got 0 of 2: pass local"):
         ranks(2).run(program, 0, two, 2)
+
+    def one_of_another_cut(rank):
+        stages = own(V[0], build(TIED), rank.rank)
+        stages[1].count = 5
+        pipeline.run(stages, V[0], rank.comm("pp"), batches(4))
+
+    with pytest.raises(RankError, match="rank 0 runs stages 0, 3 of 4, got 0 of 4, 3 of 5: pass"):
+        ranks(2).run(one_of_another_cut)
     with pytest.raises(RankError, match="for 2 ranks and 2 micro-batches, got 2 and 3"):
         ranks(2).run(lambda rank: program(rank, rank.rank, two, 3))
     with pytest.raises(RankError, match=r"call zero_grad\(\) before run"):
