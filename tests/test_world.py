@@ -1137,6 +1137,14 @@ def test_a_message_that_waits_in_vain_in_a_destructor_is_an_error(engine):
     with World(2, engine=engine) as two:
         assert two.run(lambda rank: Last(rank.comm()) and rank.rank) == [0, 1]
 
+    def own_error(rank):
+        if rank.rank == 0:
+            Last(rank.comm())  # waits for rank 1, in vain
+            raise ValueError("its own")
+
+    with World(2, engine=engine, timeout=1) as two, pytest.raises(RankError, match="its own"):
+        two.run(own_error)
+
 
 def test_what_cannot_travel_says_so(processes):
     error = fails(processes, lambda rank: threading.Lock() if rank.rank == 1 else 0, RankError)
