@@ -270,9 +270,9 @@ def test_two_tiles_of_each_kind_hold_what_all_of_them_hold(
         assert few.history.only(part).peak == all_.history.only(part).peak
 
 
-MANY = {  # micro-batches, as many as the last number
+LONG = {  # micro-batches, as many as the last number
     "accumulated": (Mesh(dp=2), dict(zero=2, precision="bf16"), 10),
-    "gpipe": (Mesh(pp=2, tp=2), dict(schedule="gpipe", sequence=True), 19),
+    "1f1b": (Mesh(pp=2, tp=2), dict(sequence=True), 19),
     "interleaved": (Mesh(pp=2, dp=2), dict(schedule="interleaved", chunks=2, zero=1), 26),
     "zb_v": (Mesh(pp=2), dict(schedule="zb_v"), 26),
     "dualpipe": (Mesh(pp=2, dp=2), dict(schedule="dualpipe", zero=2), 26),
@@ -281,7 +281,7 @@ MANY = {  # micro-batches, as many as the last number
 }
 
 
-@pytest.mark.parametrize("mesh, given, m", MANY.values(), ids=MANY)
+@pytest.mark.parametrize("mesh, given, m", LONG.values(), ids=LONG)
 def test_two_short_steps_tell_what_a_long_one_holds_and_sends(mesh, given, m, monkeypatch):
     model = replace(GPT2, num_layers=2 * mesh.pp, d_model=16, seq_len=4, vocab_size=40)
     train = TrainConfig(**{"micro_batch": 1, "global_batch": m * mesh.dp, "precision": "fp32"} | given)
@@ -293,10 +293,22 @@ def test_two_short_steps_tell_what_a_long_one_holds_and_sends(mesh, given, m, mo
     )
     told = [ask(*asked) for ask in questions]
     assert all(short.global_batch < train.global_batch for short in run)
-    monkeypatch.setattr(
-        predict_rehearsal, "told", lambda *plan: run.append(train) or plan[-1](rehearsal(*plan[:-1]))
-    )
+    whole = predict_rehearsal.Told(rehearsal(*asked), rehearsal(*asked), 0)
+    monkeypatch.setattr(predict_rehearsal, "told", lambda *plan: run.append(train) or whole)
     assert told == [ask(*asked) for ask in questions] and run[-1] == train
+
+
+def test_a_schedule_that_holds_the_more_the_more_there_are_is_run_at_length():
+    """Of few micro-batches the update is the fullest moment; of many what GPipe holds."""
+    model = replace(GPT2, d_model=256, d_ff=1024, seq_len=2, vocab_size=40)
+    few, many = (
+        TrainConfig(micro_batch=1, global_batch=m, schedule="gpipe", precision="fp32")
+        for m in (6, 60)
+    )
+    assert predict.peak(model, few, Mesh(pp=2)).phase == "optimizer"
+    asked = model, many, Mesh(pp=2)
+    found, history = predict.peak(*asked), rehearsal(*asked, 0).history
+    assert found.total == history.peak.ledger.total and found.phase == "backward"
 
 
 @pytest.mark.parametrize("given, scalars", [

@@ -122,18 +122,19 @@ def peak(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int 
 
     Messages on their way to others, of which a dry run knows nothing, are not in it.
     """
+    from labutils.predict.rehearsal import told
+
     Here(model, train, mesh, rank)  # or an error
-    when: list[tuple[str, str]] = []
-
-    def fullest(found: "Rehearsal") -> Ledger:
-        top, of_phases = found.history.peak, found.history.phases
-        when.append((top.phase, top.event))
-        totals = [Line(phase, of_phases[phase].ledger.total, "phase") for phase in PHASES]
-        return Ledger([*(line for line in top.ledger if line.amount), *totals])
-
-    found = _dry(fullest, model, train, mesh, rank)
-    phases = {line.name: line.amount for line in found if line.component == "phase"}
-    return Peak(tuple(line for line in found if line.component != "phase"), *when[-1], phases)
+    found = told(model, train, mesh, rank)
+    top, note = found.short.history.peak, f"dry run of rank {rank}"
+    lines = found.ledger(lambda each: each.history.peak.ledger)
+    kept = tuple(replace(line, note=note) for line in lines if line.amount)
+    short, longer = (each.history.phases for each in (found.short, found.longer))
+    phases = {}
+    for name in PHASES:
+        first, next_ = short[name].ledger.total, longer[name].ledger.total
+        phases[name] = first + found.more * (next_ - first)
+    return Peak(kept, top.phase, top.event, phases)
 
 
 def time(
@@ -194,5 +195,5 @@ def _dry(
     """What a dry run of the rank found; its lines say so."""
     from labutils.predict.rehearsal import told
 
-    found = told(model, train, mesh, rank, what)
+    found = told(model, train, mesh, rank).ledger(what)
     return Ledger(replace(line, note=f"dry run of rank {rank}") for line in found)

@@ -63,15 +63,30 @@ def rehearsal(
         return pool.submit(alone).result()
 
 
-def told(
-    model: ModelConfig,
-    train: TrainConfig,
-    mesh: Mesh,
-    rank: int,
-    ask: Callable[[Rehearsal], Ledger],
-) -> Ledger:
-    """What `ask` says of a rehearsal. Once micro-batches fill the pipeline each adds as much to a
-    line: of many of them two short rehearsals tell.
+class Told(NamedTuple):
+    """A step by two shorter ones: `more` times what `longer` has more than `short` is to be added
+    to that. A step that was run itself is both, and nothing is."""
+
+    short: Rehearsal
+    longer: Rehearsal
+    more: int
+
+    def ledger(self, ask: Callable[[Rehearsal], Ledger]) -> Ledger:
+        """What `ask` says of the step."""
+        return Ledger(
+            replace(
+                line,
+                amount=line.amount + self.more * (next_.amount - line.amount),
+                count=line.count + self.more * (next_.count - line.count),
+            )
+            for line, next_ in zip(ask(self.short), ask(self.longer), strict=True)
+        )
+
+
+def told(model: ModelConfig, train: TrainConfig, mesh: Mesh, rank: int) -> Told:
+    """Two rehearsals that tell of a step of many micro-batches. Once they fill the pipeline each
+    further one adds its rows to every moment, and nothing else; not under a schedule that holds
+    the more the more there are (GPipe), of which another moment may become the fullest.
 
     model, train, mesh, rank: as in `rehearsal`
     """
@@ -79,22 +94,16 @@ def told(
     by = 2 * mesh.pp if mesh.pp > 1 else 1  # numbers that every schedule takes
     few = 2 * plan.stages + 2
     few += (m - few) % by
-    if m <= 2 * few + by or not isinstance(train.schedule, str):
-        return ask(rehearsal(model, train, mesh, rank))
-    rows = mesh.dp * train.micro_batch
-    short, longer = (
-        ask(rehearsal(model, replace(train, global_batch=n * rows), mesh, rank))
-        for n in (few, few + by)
-    )
-    more = (m - few) // by
-    return Ledger(
-        replace(
-            line,
-            amount=line.amount + more * (next_.amount - line.amount),
-            count=line.count + more * (next_.count - line.count),
-        )
-        for line, next_ in zip(short, longer, strict=True)
-    )
+    if m > 2 * few + by and isinstance(train.schedule, str):
+        rows, place = mesh.dp * train.micro_batch, mesh.coords(rank)["pp"]
+        fewer = [replace(train, global_batch=n * rows) for n in (few, few + by)]
+        if step.schedule_of(fewer[0], mesh).peak(place) == plan.peak(place):
+            short, longer = (rehearsal(model, each, mesh, rank) for each in fewer)
+            tops = short.history.peak, longer.history.peak
+            if tops[0].event == tops[1].event and tops[0].phase == tops[1].phase:
+                return Told(short, longer, (m - few) // by)
+    whole = rehearsal(model, train, mesh, rank)
+    return Told(whole, whole, 0)
 
 
 def program(

@@ -916,8 +916,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("        _begin(optimizer)", "        pass"),
         ("few += (m - few) % by", "few += 0"),
         ("few = 2 * plan.stages + 2", "few = 2"),
-        ("count=line.count + more * (next_.count - line.count),", "count=line.count,"),
-        ("if m <= 2 * few + by or", "if"),
+        ("count=line.count + self.more * (next_.count - line.count),", "count=line.count,"),
+        ("if m > 2 * few + by and", "if"),
+        ("if step.schedule_of(fewer[0], mesh).peak(place) == plan.peak(place):", "if True:"),
     ],
     ("schedule/generators", "test_out_of_range"): [
         ("p, m, chunks = units.wholes(1,", "units.wholes(1,"),
