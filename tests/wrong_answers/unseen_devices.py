@@ -445,7 +445,7 @@ def _held(linears, rank, itemsize, *, size=lambda each: each.in_features + each.
 # Exercise: name, attempt, the property that must reject it, words of what it must say.
 _ALL = {
     "precision/master-weights": [
-        ("digits cut off", partial(_sgd, last=_cut_off), "rounded once", "cut off"),
+        ("digits cut off", partial(_sgd, last=_cut_off), "short steps add up", "cut off"),
         ("the rate in bf16", partial(_sgd, rate=_rate_in_bf16), "rounded once", "the learning rate"),
         ("rounded every ten steps", partial(_sgd, every=10), "short steps add up", "read it back"),
         ("beside it, in bf16", _bf16_beside, "rounded once", "fp32 all the way"),
