@@ -70,7 +70,8 @@ def accumulate(
     over things and layers that treat each row on its own.
     Cost: the activations of one micro-batch at a time; the gradients stay from the first
     micro-batch to the step.
-    Raises ValueError where nothing counts, or more than `total` says.
+    Raises ValueError where nothing counts, or more than `total` says, and TypeError of a loss that
+    is no tensor.
     """
     batches = _all(batches, loss)
     weights = [(weigh or _rows)(batch) for batch in batches]
@@ -82,7 +83,8 @@ def accumulate(
     for batch, weight in zip(batches, weights, strict=True):
         if weight == 0:
             continue  # a mean over nothing is 0/0, and one NaN would spoil the sum
-        part = loss(batch) * (weight / total)
+        units.instance(part := loss(batch), Tensor, "the sum of losses")
+        part = part * (weight / total)
         part.backward()
         whole = part.detach() if whole is None else whole + part.detach()
     return whole if whole is not None else torch.zeros(())

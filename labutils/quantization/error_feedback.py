@@ -36,7 +36,10 @@ def error_feedback(
 
     scales: of every weight, or to be expanded to that, in place of those of the granularity
     fmt, granularity: as in `quantize`
+    Raises ValueError where H is of other inputs.
     """
+    if H.shape != (k := w.shape[-1], k):
+        raise ValueError(f"w has {k} columns, H the shape {tuple(H.shape)}: hessian(its inputs)")
     kept = quantize(w, fmt, granularity=granularity)
     top = kept.integers.max
     scales = (kept.scale_of_each() if scales is None else scales).double().expand(w.shape)

@@ -24,11 +24,13 @@ def estimate_spread(small: float, large: float, b: float, B: float) -> Spread:
     >>> estimate_spread(small=9.0, large=3.0, b=1, B=4)
     Spread(trace=8.0, signal=1.0)
 
-    Raises ValueError unless 0 < b < B.
+    Raises ValueError unless 0 < b < B and both lengths are numbers from 0 on.
     Source: S. McCandlish et al., An empirical model of large-batch training, 1812.06162.
     """
     if not 0 < b < B:
         raise ValueError(f"two batch sizes with 0 < b < B are needed, got b = {b} and B = {B}")
+    small = units.positive(small, "small", or_zero=True)
+    large = units.positive(large, "large", or_zero=True)
     trace = (small - large) / (1 / b - 1 / B)
     return Spread(trace, small - trace / b)
 

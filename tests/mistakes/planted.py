@@ -727,7 +727,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("if exponent > fmt.max_exponent:", "if exponent >= fmt.max_exponent:"),
     ],
     ("accumulation", "test_accumulation"): [
-        ("part = loss(batch) * (weight / total)", "part = loss(batch) / len(batches)"),
+        ("part = part * (weight / total)", "part = part / len(batches)"),
         ("int((targets != IGNORED).sum())", "targets.numel()"),
         ("torch.zeros_like(parameter, dtype=torch.float32)", "torch.zeros_like(parameter)"),
         ("for start in range(0, len(batches), k)]", "for start in range(0, len(batches) - k + 1, k)]"),
