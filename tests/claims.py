@@ -10,6 +10,7 @@ from torch import nn
 
 from labutils import (
     checkpointing,
+    collectives,
     config,
     data_parallel,
     flash,
@@ -177,6 +178,34 @@ def replicas_agree(ranks: int = 4, batch: int = 2) -> bool:
     with world.World(ranks) as them:
         found = them.run(lambda rank: gradient(parts[rank.rank], rank.comm("dp")))
     return all(torch.allclose(each, whole) for each in found)
+
+
+def server_steps(ranks: int = 4) -> dict[str, bool]:
+    """A parameter server's step: do all devices get its model, does it get the gradients of all,
+    and are its new weights those of one device with the whole batch?"""
+    x = torch.randn(2 * ranks, 3, generator=torch.Generator().manual_seed(0)).double()
+    models = []
+
+    def gradient(w: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        w = w.detach().requires_grad_()
+        (part @ w).square().mean().backward()
+        return w.grad
+
+    def step(rank: world.Rank) -> torch.Tensor | None:
+        comm, drawn = rank.comm("dp"), torch.full((3,), 1.0 + rank.rank).double()
+        w = collectives.broadcast_star(drawn, comm)
+        models.append(w)
+        total = collectives.reduce_star(gradient(w, x[rank.rank :: ranks]), comm)
+        return None if total is None else w - total / ranks
+
+    with world.World(ranks) as devices:
+        server, *others = devices.run(step)
+    ones = torch.ones(3).double()
+    return {
+        "one model": all(torch.equal(w, ones) for w in models) and len(models) == ranks,
+        "the server steps": bool(torch.allclose(server, ones - gradient(ones, x))),
+        "nobody else does": others == [None] * (ranks - 1),
+    }
 
 
 def processes_of(ranks: int) -> int:

@@ -162,7 +162,7 @@ def test_few_layers_or_one_head_are_kinds_of_their_own(shape):
     for chosen in (
         {},
         {"attention": "plain", "checkpointing": "full"},
-        {"precision": "bf16 autocast over fp32 weights: 16 bytes", "zero": "3: and weights"},
+        {"precision": "bf16 autocast over fp32: 16 bytes, and 2 of copies", "zero": "3: and weights"},
     ):
         whole = {name: chosen.get(name, calculator.START[name]) for name in calculator.CHOICES}
         assert lines(made.evaluate(seq_len=7, micro_batch=2, devices=4, **whole)) == lines(

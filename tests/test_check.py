@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from labutils import collectives, units
+from labutils.flash import triton_kernel
 from labutils.teach import check, exercises
 from labutils.teach.exercises import _clock, _ranks
 
@@ -344,6 +345,12 @@ def test_show_is_the_library_itself():
     assert check.show(units).title == "units"
     with pytest.raises(TypeError, match="needs a function, a class or a module"):
         check.show(3)
+
+
+def test_show_opens_a_kernel_as_the_function_it_is_made_from():
+    shown = check.show(triton_kernel._forward)
+    assert shown.title == "flash.triton_kernel._forward"
+    assert shown.text.startswith("@jit\ndef _forward(") and shown.text.count("\n") < 40
 
 
 @pytest.mark.parametrize("waited", [0.0, 2.9, 3.1])

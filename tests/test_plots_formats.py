@@ -47,10 +47,13 @@ def test_the_picture_and_the_count_agree(fmt, scale):
     picture = plots.exponent_histogram(GRADIENTS, [fmt, floats.FP32], scale=scale)
     fates = precision.fate(GRADIENTS, fmt, scale)
     lost = fates["zero"] + fates["too large"]
-    assert (
-        f"in {fmt.name} {lost:.0%} are lost and {fates['subnormal']:.0%} are subnormal"
-        in picture.alt
-    )
+    told = [f"{x:.1%}" if 0 < x < 0.01 else f"{x:.0%}" for x in (lost, fates["subnormal"])]
+    assert f"in {fmt.name} {told[0]} are lost and {told[1]} are subnormal" in picture.alt
+
+
+def test_a_share_that_is_not_nothing_is_not_told_as_nothing():
+    picture = plots.exponent_histogram({-30: 1, 0: 399}, [floats.FP16])
+    assert "0.2% are lost and 0% are subnormal" in picture.alt
 
 
 def test_bars_are_colored_by_their_fate_and_stay_inside():

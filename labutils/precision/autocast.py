@@ -56,10 +56,11 @@ class autocast(TorchFunctionMode):
     does. Inner regions decide for themselves; `enabled=False` leaves every format as it is. A
     region can be entered again.
 
-    Invariant: losses and gradients equal those of torch.autocast("cpu", dtype) to the bit, for
-    operations called from Python. `checkpointing.checkpoint` computes again in the region of the
-    first time; torch's checkpoint replays torch's regions only. Not seen: what a composed function
-    such as `F.multi_head_attention_forward` calls inside.
+    Invariant: losses and gradients of the course's GPT equal those of torch.autocast("cpu", dtype)
+    to the bit. `checkpointing.checkpoint` computes again in the region of the first time; torch's
+    checkpoint replays torch's regions only. Not seen: what a composed function such as
+    `torch.einsum` or `F.multi_head_attention_forward` calls inside. Not known: torch's third list
+    (`cat`, `stack`, `index_copy`, in the widest format among their operands) and its rarer losses.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, enabled: bool = True) -> None:

@@ -35,7 +35,7 @@ PRECISION: dict[str, dict[str, Any]] = {
     "bf16, fp32 master weights: 16 bytes with Adam": dict(precision="bf16"),
     "bf16, fp32 masters and gradients: 18 bytes": dict(precision="bf16", fp32_gradients="only"),
     "bf16, fp32 masters, gradients in both: 20 bytes": dict(precision="bf16", fp32_gradients=True),
-    "bf16 autocast over fp32 weights: 16 bytes": dict(precision="bf16", autocast=True),
+    "bf16 autocast over fp32: 16 bytes, and 2 of copies": dict(precision="bf16", autocast=True),
     "fp32: 16 bytes": dict(precision="fp32"),
 }
 OPTIMIZER = {

@@ -347,7 +347,11 @@ class Source(Folded):
 
 
 def show(obj: Any) -> Source:
-    """The source of a function, class, method or module, folded until you open it."""
+    """The source of a function, class, method or module, folded until you open it.
+
+    A kernel of Triton is shown as the function that it was made from.
+    """
+    obj = getattr(obj, "fn", obj)
     try:
         code = textwrap.dedent(inspect.getsource(obj))
     except (TypeError, OSError):

@@ -1031,7 +1031,7 @@ explore(histogram, log2_scale=(-8, 24, 8), share=list(shares), fmt=names)
 #
 # ### True under a condition
 #
-# **"Usually, loss scaling is used to overcome this issue"** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). True of *underflow*. The issue that stands before it is overflow, which a scale causes when it is too large; then the step is skipped. <!-- erratum: S0-076 -->
+# **"Usually, loss scaling is used to overcome this issue, but it doesn’t always work well."** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). True of *underflow*. The issue that stands before it is overflow, which a scale causes when it is too large; then the step is skipped. <!-- erratum: S0-076 -->
 #
 # **"Reduced memory footprint"** of mixed precision (the same chapter). True of activations. Model states stay at 16 bytes per parameter, and weights alone grow from 4 to 6: <!-- erratum: S0-048 -->
 

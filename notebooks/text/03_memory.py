@@ -546,7 +546,7 @@ show(exercises.fullest_moment)
 # | more than 1 MiB, less than 10 MiB | segments for large requests | 20 MiB |
 # | 10 MiB and more | segments for large requests | its own size, rounded up to 2 MiB |
 #
-# `memory.Allocator` follows those rules, on a device of your choice.
+# `memory.Allocator` follows those rules.
 #
 # > A device of 40 MiB. Eight tensors of 5 MiB, and every second one is freed. What is the largest tensor that still fits, in MiB?
 
@@ -603,7 +603,8 @@ plots.memory_map(title=title, asked=6 * units.GIB, capacity=10 * units.GIB, **la
 
 # %% [markdown]
 # `max_split_size` leaves blocks above that size whole: the state gets a segment of its own, and the hole waits for the next batch. `expandable_segments` reserves addresses instead of memory: the segment grows
-# by the 1 GiB that is missing. Neither helps the eight tensors of 5 MiB: no allocator moves what is in use, and a segment that can grow comes and goes in pages of 20 MiB. For eight tensors of 10 MiB it is even worse. By default each has a segment of its own, which goes back, and 20 MiB fit. In pages of 20 MiB they do not: a tensor stays in each.
+# by the missing 1 GiB. Neither helps the eight tensors of 5 MiB: no allocator moves what is in use, and a segment that can grow comes and goes in pages of 20 MiB. For eight tensors of 10 MiB it is even worse: by default each has a segment of its own, which goes back, and 20 MiB fit; in pages a tensor stays in each. What helps both is ZeRO's way (section 6.3): allocate one piece for all that will stay, beforehand, and copy it in.
+# <!-- claim: [(lambda gpu: [gpu.alloc(20 * 2**20), [gpu.free(a) for a in [gpu.alloc(5 * 2**20) for _ in range(4)]], gpu.largest_free][2])(memory.Allocator(40 * 2**20, **o)) for o in ({}, dict(expandable_segments=True))] == [20 * 2**20] * 2 -->
 # <!-- claim: [(lambda gpu: [[gpu.free(a) for a in [gpu.alloc(10 * 2**20) for _ in range(8)][::2]], gpu.empty_cache(), gpu.available][2] >= 20 * 2**20)(memory.Allocator(80 * 2**20, **o)) for o in ({}, dict(expandable_segments=True))] == [True, False] -->
 # <!-- claim: [(lambda gpu: [[gpu.free(a) for a in [gpu.alloc(5 * 2**20) for _ in range(8)][::2]], gpu.largest_free < 10 * 2**20, gpu.available][1:])(memory.Allocator(40 * 2**20, **o)) for o in (dict(max_split_size=21 * 2**20), dict(expandable_segments=True))] == [[True, 0]] * 2 -->
 #
@@ -635,7 +636,7 @@ show(exercises.fragment)
 # %% [markdown]
 # ## Further: where do the 60 GB of GPT-2 come from?
 #
-# The ZeRO paper's example (section 3): GPT-2 with 1.5 billion parameters, 1024 tokens, batch 32. Weights 3 GB and model states 24 GB, as above; activations "about 60 GB", with checkpointing "about 8 GB"; and 6 GB of temporary buffers. The activations, counted in six ways:
+# The ZeRO paper's example (section 3): GPT-2 with 1.5 billion parameters, 1024 tokens, batch 32. Weights 3 GB and model states 24 GB; activations "about 60 GB", with checkpointing "about 8 GB"; and 6 GB of temporary buffers. The activations, counted in six ways:
 
 
 # %%

@@ -91,7 +91,7 @@ reveal("zero/level-1-of-7.5B", GB=zero.model_states(7.5e9, 64, level=1).total / 
 [units.text(zero.model_states(7.5e9, 64, level).total) for level in range(4)]
 
 # %% [markdown]
-# Three quarters of the memory was optimizer state, which a rank needs once per step and only for the weights that it updates. Here are all 54 cells of the
+# Three quarters of the memory was optimizer state, which a rank needs once per step and only for the weights that it updates. What a level frees is room for a larger model, or for the activations of a larger micro-batch. Here are all 54 cells of the
 # paper's table, in GB, with levels 1, 2 and 3 of each model next to each other:
 
 # %%

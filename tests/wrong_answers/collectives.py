@@ -395,6 +395,16 @@ def _equal_buffers(x, comm):
     return x
 
 
+def _recursive_doubling(x, comm):
+    """Whole tensors to and from ranks 1, 2, 4, … places away, where there is such a rank."""
+    total, far = x.clone(), 1
+    while far < comm.size:
+        if (other := comm.rank ^ far) < comm.size:
+            total = total + comm.send_recv(total, other, torch.empty_like(x), other)
+        far *= 2
+    return total
+
+
 def _padded_ring(x, comm):
     padded = torch.nn.functional.pad(x, (0, -len(x) % comm.size))
     return collectives.all_reduce_ring(padded, comm)[: len(x)]
@@ -411,6 +421,13 @@ WRONG = {
             "yours to write",
         ),
         Wrong("a tree", collectives.all_reduce_tree, "bytes sent", "share the load"),
+        Wrong("recursive doubling", _recursive_doubling, "values", "a power of two"),
+        Wrong(
+            "halving and doubling, which suits 8 ranks and not 3",
+            collectives.all_reduce_halving_doubling,
+            "bytes sent",
+            "On 8 ranks you send no more",
+        ),
         Wrong("everybody to everybody", _everybody_to_everybody, "bytes sent", "whole tensor"),
         Wrong("adds in both rounds", _adds_twice, "values", "without adding"),
         Wrong("begins round two with its own piece", _second_round_off, "values", "complete piece"),

@@ -109,7 +109,7 @@ def _bugged(
             optimizer.step()
         if update == "last":
             scaler.update()
-        else:
+        elif update == "never":
             scaler._finite.clear()  # ready for the next step
             scaler._stepped.clear()
 
@@ -292,6 +292,7 @@ WRONG = {
             "have not moved",
         ),
         Wrong("the scale stays", _bugged(update="never"), "the scale moves", "after every step"),
+        Wrong("no update", _bugged(update="none"), "a step after a step", "after every step"),
         Wrong(
             "gradients are not cleared",
             _bugged(zero=False),

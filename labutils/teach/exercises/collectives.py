@@ -93,12 +93,16 @@ def _diagnose(n: int, length: int, results: list[Tensor]) -> None:
             f"{case}: every rank holds the mean",
             f"All-reduce sums. You divided by {n}: leave that to the caller.",
         )
-    if 0 < len(wrong) < n and all((results[r] == total).all() for r in range(n) if r not in wrong):
-        right = ", ".join(str(r) for r in range(n) if r not in wrong)
+    if right := [rank for rank in range(n) if rank not in wrong]:
+        told = " and ".join(map(str, right))
         raise Failed(
-            f"{case}: only rank {right} holds the sum",
+            f"{case}: only rank{'s' * (len(right) > 1)} {told} hold{'s' * (len(right) == 1)} the "
+            "sum",
             "That is a reduce. In an all-reduce every rank ends with the result: "
-            "it has to travel on.",
+            "it has to travel on."
+            if len(right) == 1
+            else "Some ranks are left out: does your exchange need a power of two of ranks? "
+            "Pieces that go from neighbor to neighbor reach any number of them.",
         )
     counts = [_counts(result, n) for result in results]
     own_twice = [[[1 + (k == r) for k in range(n)]] * length for r in range(n)]
@@ -191,6 +195,12 @@ def _why_so_many(n: int, S: int, sent: dict[int, int], times: float) -> str:
     by_rank = list(_ranks.world_of(n).trace.ranks)
     del by_rank[busiest]
     others = {event.to for event in itertools.chain(*by_rank) if event.sent}
+    if others == {busiest} and n & (n - 1):  # 8 ranks came first, and were in order
+        return (
+            "On 8 ranks you send no more than a ring. Here N is no power of two, and a whole "
+            f"tensor goes through rank {busiest}: pieces that go from neighbor to neighbor suit "
+            "any number of ranks."
+        )
     if others == {busiest}:
         return (
             f"Everything goes through one rank, number {busiest}, while the others wait. "

@@ -270,6 +270,20 @@ def _plain_step(attempt: Callable) -> str:
     return "2 scales"
 
 
+def _updated(attempt: Callable) -> str:
+    bowl = _Bowl()
+    bowl.step(attempt)
+    try:
+        bowl.scaler.unscale_(bowl.optimizer)  # as the next step will
+    except RuntimeError:
+        raise Failed(
+            "a second step begins, and update() was not called since the first",
+            "scaler.update() once, after every step: it moves the scale, and makes the scaler "
+            "ready for the next unscale_().",
+        ) from None
+    return "ready for the next one"
+
+
 def _clipped(attempt: Callable) -> str:
     for scale in (1.0, 4096.0):
         bowl = _Bowl(scale)
@@ -346,6 +360,7 @@ HUNT = Exercise(
     properties=(
         Property("a plain step", _plain_step),
         Property("gradients are fresh", _fresh),
+        Property("a step after a step", _updated),
         Property("clipping sees true gradients", _clipped),
         Property("an overflow changes nothing", _skipped),
         Property("the scale moves", _moves),

@@ -271,8 +271,8 @@ def exponent_histogram(
     tall, lanes, peak = 1.7, _LANE * len(formats) + 0.08, max(shares.values())
     _, axes = style.canvas(
         title
-        or f"In {first.name}, {fates[LOST]:.0%} of these numbers are lost and "
-        f"{fates[COARSE]:.0%} lose digits",
+        or f"In {first.name}, {_percent(fates[LOST])} of these numbers are lost and "
+        f"{_percent(fates[COARSE])} lose digits",
         height=tall + lanes,
         left=max(style.widest([fmt.name for fmt in formats], "bold") + 0.45, 0.75),
         top=0.3,
@@ -295,9 +295,15 @@ def exponent_histogram(
         axes.figure,
         f"Histogram of {sum(counts.values()):,} numbers by exponent, times {scale:g}: most have "
         f"the exponent {max(shares, key=shares.__getitem__)}; "
-        f"in {first.name} {fates[LOST]:.0%} are lost and {fates[COARSE]:.0%} are subnormal. "
+        f"in {first.name} {_percent(fates[LOST])} are lost and {_percent(fates[COARSE])} are "
+        "subnormal. "
         f"Under it the ranges of {style.listed([fmt.name for fmt in formats])}.",
     )
+
+
+def _percent(share: float) -> str:
+    """A share in percent: "16%", and "0.1%" of what is less than one percent and not nothing."""
+    return f"{share:.1%}" if 0 < share < 0.01 else f"{share:.0%}"
 
 
 def _shares(counts: Mapping[int, int], scale: float) -> dict[int, float]:
