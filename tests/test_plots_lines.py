@@ -90,6 +90,14 @@ def test_a_measured_rate_lies_across_a_roofline():
     assert [60.0, 60.0] in lines and "run: 60" in roof.alt
 
 
+def test_no_name_stands_on_a_measured_rate():
+    def place(**timed):
+        roof = plots.roofline({"toy": (100.0, 10.0)}, {"lean": (20.0, 1.0)}, title="t", timed=timed)
+        return next(text for text in roof.figure.axes[0].texts if text.get_text() == "lean").get_position()[1]
+
+    assert place(run=75.0) < place() == place(run=10.0)
+
+
 def test_a_trade_off_tells_both_ends():
     picture = plots.trade_off(checkpointing.frontier(CHAIN), marks=MARKS, once=18, guess=(500, 40))
     assert "keep everything: " in picture.alt and re.search(
