@@ -114,15 +114,15 @@ reveal("flash/kept", MB=saved(plain).total / 1e6)
 kept["tiled"].diff(saved(lambda *qkv: flash.attention(*qkv)[0]), by="component")
 
 # %% [markdown]
-# PyTorch's own attention in one call (here on a CPU) keeps exactly as many bytes:
+# PyTorch's own attention in one call (here on a CPU) keeps as many bytes:
 
 # %%
 kept["tiled"].diff(saved(F.scaled_dot_product_attention), by="component")
 
 
 # %% [markdown]
-# What is kept is not yet the peak: in plain attention's backward pass the gradients of weights and scores stand beside the weights. Measured at the fullest moment of
-# a whole forward and backward pass, inputs not counted:
+# What is kept is not the peak: in plain attention's backward pass the gradients of weights and scores stand beside the weights. Measured at the fullest moment of a
+# whole forward and backward pass, inputs not counted:
 
 
 # %%
@@ -197,7 +197,7 @@ plots.curves(long, title=title, measured=measured, **axes, **formula)
 #
 # Take one query. Its scores $S_j$ arrive in blocks, and each block is forgotten. A numerically safe softmax subtracts the maximum of the row, which is known only at the end.
 #
-# (A few whole rows at a time would save memory, too. But they would not fit where they are used: 128 rows of 8192 scores take 2.1 MB in 16 bits,
+# (A few whole rows at a time would save memory, too, but not fit where they are used: 128 rows of 8192 scores take 2.1 MB in 16 bits,
 # ten times what the fast memory of a GPU's processor holds.) <!-- arithmetic: round(2 * 128 * 8192 / 1e6, 1) == 2.1 and 10 < 2 * 128 * 8192 / 192e3 < 11 -->
 #
 # **The trick is a change of units.** Let $m$ be the largest score so far, and keep two sums in units of $e^m$: $\;\ell = \sum e^{S_j - m}$ and $o = \sum e^{S_j - m}\,v_j$.
@@ -230,6 +230,7 @@ reveal("flash/inverse", "150", output=f"{(1 / factor * 1 + 1 * 3) / total:.1f}")
 
 # %% [markdown]
 # An average of 1 and 3 cannot be 150. The inverse is a misprint; the paper's own code does not have it.
+#
 # A second trap: a masked block has the maximum −∞, and −∞ − (−∞) is not a number. `OnlineSoftmax` therefore starts from the lowest finite number.
 
 # %% [markdown]
@@ -596,8 +597,11 @@ show(flash.merge)
 #
 # ### Exercise 6.3 · Bug hunt: right on every square (15 min, ●●○)
 #
-# In a chat, a new token is one query against the keys of the whole conversation. Where does a causal mask sit when there are more keys than queries? The code below passed every test its author wrote.
-# Open it, copy it into the next cell, and mend it. It should still work in tiles, and skip those that are all mask.
+# In a chat, a new token is one query against the keys of the whole conversation. Where does a causal mask sit when there are more keys than queries? The code below
+# passed every test its author wrote. Open it, copy it into the next cell, and mend it.
+#
+# It should still work in tiles, and skip those that are all mask. It should take more queries than keys, too: there the first queries see no key, and their output is
+# 0 and their lse −∞.
 
 # %%
 show(buggy_attention)
@@ -630,7 +634,8 @@ predicted = flash.passes(flash.softmax, 4096, 4096)
 reveal("flash/softmax", MB=predicted.total / 1e6)
 
 # %% [markdown]
-# Maximum: read. Subtract: read, write. Exponential: read, write. Sum: read. Divide: read, write. Eight sweeps, where PyTorch's own `softmax` takes two. Counted, at PyTorch's dispatcher:
+# The maximum and the sum read once each; subtraction, exponential and division each read and write. That makes eight sweeps, where PyTorch's own `softmax` takes two.
+# Counted at PyTorch's dispatcher:
 
 # %%
 draw = torch.Generator().manual_seed(0)
@@ -651,20 +656,22 @@ flash.passes(flash.softmax, 4096, 4096, fused=True).diff(crossed)
 #
 # The largest tensor of a training step is often not in attention. Llama 3 has v = 128 256 words, and the logits of 8192 tokens are 4.2 GB in fp32.
 #
-# > How many GB does cross-entropy in fp32 hold at its fullest moment, beyond its inputs: the last hidden states (width 4096) and the matrix W of the output?
+# > How many GB does cross-entropy in fp32 hold at its fullest moment? Do not count its inputs, the last hidden states (width 4096) and the matrix W of the output.
 
 # %%
 predict("flash/logits", GB=4.2)
 
 # %% [markdown]
-# Three tensors of that size are there at once: the logarithms of the probabilities, their gradient, and the gradient of the logits. But no token needs another's logits. So take r tokens at a time: logits, loss, gradient, the two products that pass it on, and forget.
+# Three tensors of that size are there at once: the logarithms of the probabilities, their gradient, and the gradient of the logits. But no token needs another's
+# logits. So take r tokens at a time: compute their logits, their loss, its gradient and the two products that pass it on, and forget.
+#
 # Since the loss is the end of the network, the gradients can be computed in the *forward* pass, while the logits are there; the backward pass only scales them.
 
 # %%
 show(flash.fused.LinearCrossEntropy)
 
 # %% [markdown]
-# What remains is the gradients of W and of the hidden states, the logits of r tokens, r rows of a product on its way, and a few numbers per row. By formula:
+# What remains are the gradients of W and of the hidden states, the logits of r tokens, r rows of a product on its way, and a few numbers per row. By formula:
 
 
 # %%
@@ -706,7 +713,8 @@ print(found == by_formula(*whole), *map(units.text, found))
 reveal("flash/logits", GB=round(found[0] / 1e9, 1))
 
 # %% [markdown]
-# Most of what is left is the gradient of W, which has to be somewhere. Are the gradients PyTorch's? And how many bytes do operations load and store, all at once and in chunks of 512, 128 and 32 rows?
+# Most of the 2.51 GB is the gradient of W, which has to be somewhere. Are the gradients those of PyTorch? And how many bytes do operations load and store, all at once
+# and in chunks of 512, 128 and 32 rows?
 
 # %%
 draw = torch.Generator().manual_seed(0)
@@ -741,10 +749,6 @@ for rows in (512, 128, 32):
 #
 # The L2 of an H100 holds 50 MB. Take heads of 128, 16 384 tokens, and one block of 128 queries on each of its 132 processors. A head has 128 such blocks, so about one
 # head is worked on at a time. This is what its K and V take, and what its scores would take:
-#
-# A roofline of HBM has to count HBM's bytes, and so far you have counted those of the processors. Between the two lies a cache that all processors share, **L2**: 50 MB
-# on an H100. Take heads of 128, 16 384 tokens, and one block of 128 queries on each of its 132 processors. Then about one head is worked on
-# at a time. This is what its K and V take, and what its scores would take:
 
 # %%
 s, d = 16_384, 128
@@ -822,7 +826,8 @@ else:
     print("The package triton is not installed: nothing ran here.")
 
 # %% [markdown]
-# *Recorded GPU runs: none yet.* If you have a GPU, `python benchmarks/gpu.py` times them against SDPA and records it in `labutils/data/gpu_runs/`.
+# *Recorded GPU runs: none yet.* If you have a GPU, `python benchmarks/gpu.py` times them against `F.scaled_dot_product_attention` and records it in
+# `labutils/data/gpu_runs/`.
 
 # %% [markdown]
 # ## Further: what would HBM have to carry?
@@ -854,7 +859,7 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 # %% [markdown]
 # Look for the settings where tiling moves *more* than plain attention, as the papers count it.
 #
-# How much fast memory would make flash-2 win at d = 256? By the law 2d² = 131 072 numbers, which are 262 kB in 16 bits. A processor of an H100 has 228 kB. Kernels for
+# How much fast memory would make flash-2 win at d = 256? By the law 2d² = 131 072 numbers, which are 262 kB in 16 bits. A processor of an H100 has only 228 kB. Kernels for
 # d = 256 exist all the same: with 16 keys at a time some 75,000 numbers are enough, and 45,000 counted alike.
 # <!-- claim: [round((flash.traffic("plain", s=4096, d=256, itemsize=1).total + again * 2 * 4096 * 256 * (-(-4096 // ((M - 16 * 256) // 272)) - 1)) / flash.traffic("flash-2", s=4096, d=256, block_q=(M - 32 * 256) // 528, block_k=16, itemsize=1, stat_itemsize=1).total, 2) for M, again in ((75000, 0), (45000, 1))] == [1.0, 1.0] -->
 #
@@ -904,10 +909,10 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 # ### True under a condition
 #
 # **"a reduction in memory requirements by 10–20 times and a performance improvement of 2–4 times"** (the same Medium article; both figures stand in the introduction of the FlashAttention-2 paper). <!-- erratum: S2-015, S2-016 -->
-# Both factors are of attention alone, at some length: the first grows with s/d without limit (here 2 at 256 tokens, 22 at 2048).
+# Both factors hold for attention alone, at some length: the first grows with s/d without limit (here 2 at 256 tokens, 22 at 2048).
 #
 # **Activation memory "scales quadratically with sequence length."** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). <!-- erratum: S0-026 -->
-# While the s × s tensors are stored. In Korthikanti's $sbh\,(34 + 5as/h)$ the second term is what a fused attention removes; what is left is linear.
+# True while the s × s tensors are stored. In Korthikanti's $sbh\,(34 + 5as/h)$ the second term is what a fused attention removes; what is left is linear.
 
 # %% [markdown]
 # ## Summary
@@ -921,9 +926,9 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 # - In a bf16 kernel P may be rounded; the scores, the sums ℓ and o, and lse stay in fp32.
 #   <!-- claim: flash.attention(*torch.ones(3, 1, 1, 4, 8, dtype=torch.bfloat16))[1].dtype == torch.float32 -->
 # - What tiling saves in traffic depends on fast memory (M numbers) and head width. As the papers count, plain attention moves about M/2d² times the numbers of flash-2 (forward, four equal parts),
-#   up to M/d² times with few keys at a time. With M = 25 600 and 4096 tokens that is 3.09 and 4.81 for heads of 64, but 0.80 and 1.25 for heads of 128.
+#   and up to M/d² times with few keys at a time. With M = 25 600 and 4096 tokens that is 3.09 and 4.81 for heads of 64, but 0.80 and 1.25 for heads of 128.
 #   <!-- claim: [round(flash.traffic("plain", s=4096, d=d, itemsize=1).total / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1).total, 2) for d, q, k in ((64, 100, 64), (64, 163, 16), (128, 50, 50), (128, 79, 16))] == [3.09, 4.81, 0.8, 1.25] -->
-# - Output and lse of two disjoint sets of keys give those of their union. Ring attention and split decoding use this one line.
+# - Output and lse of two disjoint sets of keys give those of their union. Ring attention and split decoding use this.
 #   <!-- claim: torch.allclose(flash.merge(torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2), torch.zeros(1))[0], torch.full((1, 2), 0.5)) -->
 # - A fused kernel does the same arithmetic in fewer sweeps: softmax 2 instead of 8, LayerNorm 2 instead of 8, SwiGLU 3 instead of 8.
 #   Nor need all logits exist at once: with 512 rows at a time cross-entropy holds 2.5 GB in place of 12.6 (fp32, 8192 tokens, width 4096, 128 256 words).
