@@ -530,7 +530,7 @@ for head in (64, 128):
 # One is the four equal parts. In flash-2 keys and values only pass through, so keep 16 of them at a time, and give the rest to queries, their outputs, and the tile of
 # scores.
 #
-# The other is the count. Plain attention's products read K and V again, too, for every block of Q or of O that fits beside the tile. "Counted alike" includes that:
+# The other is the count. Plain attention's products work in blocks, too: they read K again for each block of Q, V for each of O. "Counted alike" includes that:
 
 # %%
 for head in (64, 128):

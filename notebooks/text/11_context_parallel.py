@@ -59,8 +59,8 @@ plots.key_ring(quarters.grid())
 # In lab 06 the keys were cut into blocks. Each block gives an output and the log-sum-exp (lse) of its scores, and `flash.merge` turns two such pairs into the pair of
 # both blocks together. Where a block was computed does not matter.
 #
-# In a step of the ring a rank starts to send the keys and values that it has to the next rank, and to receive those of the rank before. Meanwhile it computes with
-# what it has, and merges. Then it waits for the messages.
+# In a step of the ring each rank starts two messages: it sends the keys and values that it holds to the next rank, and receives those of the rank before. Meanwhile it
+# computes with what it holds, and merges. Then it waits for the messages.
 #
 # `comm.isend(x, dst)` and `comm.irecv(out, src)` begin a message and return at once; `wait()` on what they return ends it, and gives `out`.
 #
@@ -397,7 +397,7 @@ def its_test(rank):
 f"{world.run(its_test)[0]:.3f}, and in one place {plain().loss(tokens, tokens):.3f}"
 
 # %% [markdown]
-# They agree: the test passes. Could it fail? The same fresh model, with zeros in place of attention's outputs:
+# They agree: the test passes. Could it fail? Here is the same fresh model, with zeros in place of attention's outputs:
 
 # %%
 blind = plain()
@@ -489,8 +489,8 @@ for level in (0, 3):
 # %% [markdown]
 # ## Further: or trade tokens for heads?
 #
-# In attention each head works alone. So *Ulysses* trades tokens for heads: before attention, each rank gives away its tokens of the other ranks' heads, and gets all
-# tokens of its own heads. That is an all-to-all (lab 07). After attention another one takes everything back.
+# In attention each head works alone. So *Ulysses* trades tokens for heads. Before attention, each rank sends the others their heads of its tokens, and gets its own
+# heads of all tokens. That is an all-to-all (lab 07). After attention another one takes everything back.
 #
 # ### Exercise 11.3 · Trade tokens for heads (8 min, ●●○)
 #
@@ -547,8 +547,8 @@ reveal("ring/over-ulysses", times=ratio[8])
 # %% [markdown]
 # **Forward, the ring sends less on few ranks and more on many.** For N up to g both send the same at N = a/g + 1, here five ranks.
 #
-# **In a training step the ring falls behind earlier.** Backward it sends three times its forward bytes (keys and values, with fp32 sums of their gradients), and
-# Ulysses sends what it sent forward. So a step of the ring sends 4 × its forward bytes, and a step of Ulysses 2 × its own. They are equal at
+# **In a training step the ring sends more from three ranks on.** Backward it sends three times its forward bytes (keys and values, with fp32 sums of their gradients),
+# and Ulysses sends what it sent forward. So a step of the ring sends 4 × its forward bytes, and a step of Ulysses 2 × its own. They are equal at
 #
 # $$ 4\cdot 2g\,(N-1) \;=\; 2\,(2a+2g)\,\frac{N-1}{N} \quad\Longleftrightarrow\quad N \;=\; \frac{1}{2}\Bigl(\frac{a}{g}+1\Bigr). $$
 #
@@ -579,7 +579,7 @@ predict("llama-405b/ring-over-ulysses", times=1.8)
 
 # %% [markdown]
 # Compare the three in a training step of one layer, with 40 GB/s per rank. First, do the hops of the ring hide? Backward is the harder case: with the fp32 sums of
-# gradients a hop carries 3 times the bytes, and computing takes 2.5 times as long. How long are the two?
+# gradients a hop carries 3 times the bytes, and computing takes 2.5 times as long. How long do the two take?
 
 # %%
 big = dataclasses.replace(ModelConfig.named("llama-3.1-405b"), seq_len=131_072)
@@ -630,8 +630,8 @@ reveal("llama-405b/ring-over-ulysses", times=round(ring_sends / ulysses_sends, 2
 # (The bytes are equal because a rank has as many query heads as cp has ranks, 16. On fewer ranks of cp the ring sends less than Ulysses.)
 #
 # **The waits are not the same.** All-gather and Ulysses wait a fifth of the time that attention computes, or a tenth of what the whole layer does. The ring hardly
-# waits. (What the ring pays is not counted: 16 small products in place of one large, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks that
-# stay simple.
+# waits. (What the ring pays is not counted: 16 small products in place of a large one, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks
+# that stay simple.
 #
 # Even without tp the ring waits less than Ulysses in this table, because its hops hide. Forward they hide down to 1,528 tokens per rank, and backward down to 1.2
 # times as many.
@@ -655,8 +655,8 @@ for count in (2048, 4096, 8192, 16384):
     print(f"{count:6} tokens per rank: ring {ring:.0%}, Ulysses {heads:.0%}")
 
 # %% [markdown]
-# **So count the tokens of a rank.** With enough tokens to hide behind, a ring waits least. With far fewer, and without tp, Ulysses does: here with 4,096. An
-# all-gather is for simple masks, where memory and wait do not hurt.
+# **So count the tokens of a rank.** With enough tokens to hide behind, a ring waits least. With far fewer, and without tp, Ulysses waits least: here with 4,096 or
+# less. An all-gather is for simple masks, where memory and wait do not hurt.
 #
 # `predict.time` counts a step of any mesh as if nothing overlapped (lab 10), and in the all-gather nothing does. Does it give the table's wait? Both without the
 # latency of 5 µs per message:
@@ -761,7 +761,7 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # | PyTorch | `with context_parallel(mesh, buffers=[…], buffer_seq_dims=[…]):` from `torch.distributed.tensor.experimental` | cuts the buffers (give it the RoPE tables, too) and replaces `scaled_dot_product_attention`; a CUDA device only |
 # | DeepSpeed | `DistributedAttention` around the attention of the model | Ulysses |
 #
-# PyTorch's rotate method is `"allgather"` unless you call `set_rotate_method("alltoall")`. It gathers all keys at once, so their memory grows with s.
+# PyTorch's rotate method is `"allgather"` unless you call `set_rotate_method("alltoall")`. `"allgather"` collects all keys at once, so their memory grows with s.
 #
 # Megatron-LM reduces gradients over dp × cp, torchtitan shards over both. To weigh by tokens, Megatron-LM has `--calculate-per-token-loss`.
 
