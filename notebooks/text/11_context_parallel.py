@@ -547,8 +547,8 @@ reveal("ring/over-ulysses", times=ratio[8])
 # %% [markdown]
 # **Forward, the ring sends less on few ranks and more on many.** For N up to g both send the same at N = a/g + 1, here five ranks.
 #
-# **In a training step the ring sends more from three ranks on.** Backward it sends three times its forward bytes (keys and values, with fp32 sums of their gradients),
-# and Ulysses sends what it sent forward. So a step of the ring sends 4 × its forward bytes, and a step of Ulysses 2 × its own. They are equal at
+# **In a training step of Llama-3.1-8B the ring sends more from three ranks on.** Backward it sends three times its forward bytes (keys and values, with fp32 sums of
+# their gradients), and Ulysses sends what it sent forward. So a step of the ring sends 4 × its forward bytes, and a step of Ulysses 2 × its own. They are equal at
 #
 # $$ 4\cdot 2g\,(N-1) \;=\; 2\,(2a+2g)\,\frac{N-1}{N} \quad\Longleftrightarrow\quad N \;=\; \frac{1}{2}\Bigl(\frac{a}{g}+1\Bigr). $$
 #
@@ -565,11 +565,22 @@ reveal("ring/over-ulysses", times=ratio[8])
 # So on four ranks the ring sends less forward, but 1.6 times as much in a step. Ulysses has another advantage: it computes with one kernel over the whole sequence.
 # And it has two drawbacks: attention waits for the exchange, and there are no more ranks than heads.
 #
-# **Or gather all keys.** A third way sends forward what the ring sends, but in one all-gather before attention. The backward pass gathers keys and values again,
-# unless they were kept, and ends with a reduce-scatter of their gradients. In this simplest form nothing overlaps, and a rank holds all keys and values of one layer.
+# Is Ulysses right, too? After three steps of training the weights equal those of one device, and every byte that a step sends is in the formula:
+
+# %%
+four = dataclasses.replace(four, attention="ulysses")
+world.run(one_step, four, tokens, targets)
+sent = formulas.sent(config, four, world.mesh, rank=2)
+is_right(grid.run(trained, "ulysses")), sent.diff(world.ledger.only(rank=2)).unexplained
+
+# %% [markdown]
+# ### Or gather all keys?
 #
-# Llama 3 405B was trained like that: 131,072 tokens on 16 ranks, times eight of tensor parallelism. Its report gives two reasons (section 3.3.2): document masks are
-# simple when all keys are there, and with grouped queries the keys are small. Would you decide so, too?
+# A third way sends forward what the ring sends, but in one all-gather before attention. The backward pass gathers keys and values again, unless they were kept, and
+# ends with a reduce-scatter of their gradients. In this simplest form nothing overlaps, and a rank holds all keys and values of one layer.
+#
+# Llama 3 405B was trained like that: 131,072 tokens on 16 ranks, times eight of tensor parallelism. Its report gives two reasons (section 3.3.2). A *document mask*,
+# under which tokens attend within their own document only, is simple when all keys are there; and with grouped queries the keys are small. Would you decide so, too?
 #
 # > Llama-3.1-405B has 128 query heads and 8 key–value heads. Without tensor parallelism a ring of 16 ranks sends 1.8 times the bytes of Ulysses in a training step.
 # > How many times is it if eight ranks of `tp` share out the heads first (lab 10)?
@@ -668,9 +679,11 @@ waits = rows["all-gather"][1]
 print(f"{1e3 * exposed / big.num_layers:.2f} ms, and in the table {1e3 * waits:.2f} ms")
 
 # %% [markdown]
-# **Document masks.** If documents are packed into one sequence, each token attends within its own document. Is the zig-zag still fair? Take a single document of
-# 131,072 tokens; then one of 65,536 among 32 short ones, of which 0 to 32 stand before it. Here is the work of the busiest of four ranks over the mean, first with one
-# zig-zag through the whole sequence, then with each document cut by itself:
+# ### Is the zig-zag fair to packed documents?
+#
+# Documents are packed into one sequence, and each token attends within its own. Take a single document of 131,072 tokens; then one of 65,536 among 32 short ones, of
+# which 0 to 32 stand before it. Here is the work of the busiest of four ranks over the mean, first with one zig-zag through the whole sequence, then with each
+# document cut by itself:
 
 
 # %%
@@ -698,14 +711,6 @@ for k, lengths in before.items():
 #
 # Where each document has a zig-zag of its own, the work is even again, on a ring as well. Transformer Engine does so, and pads each document to a multiple of 2·cp
 # (pull request 2129). The price is that padding, and small tiles: a document of 2,048 tokens on 16 ranks is 32 chunks of 64.
-#
-# Is Ulysses right, too? After three steps of training the weights equal those of one device, and every byte that a step sends is in the formula:
-
-# %%
-four = dataclasses.replace(four, attention="ulysses")
-world.run(one_step, four, tokens, targets)
-sent = formulas.sent(config, four, world.mesh, rank=2)
-is_right(grid.run(trained, "ulysses")), sent.diff(world.ledger.only(rank=2)).unexplained
 
 # %% [markdown]
 # ### Further: with tensor parallelism
