@@ -89,6 +89,7 @@ def test_a_walk_tells_its_tiles():
 def test_keys_go_round_and_what_is_masked_is_skipped():
     ring = plots.key_ring(context_parallel.layout(16, 4, "contiguous").grid())
     assert len(ring.frames) == 4 and "compute: 0, 0, 1, 1" in ring.labels[2]
+    assert ring.labels[2].startswith("Step 2.")  # from 0, as `who_computes` numbers them
     assert "skipped: all of rank 0, 1." in ring.labels[2] and "skipped" not in ring.labels[0]
     assert ring.frames[3].count(style.SERIES[3]) == 3  # its keys, its queries, what it computes
     fair = plots.key_ring(context_parallel.layout(16, 4).grid())

@@ -90,6 +90,19 @@ def test_a_measured_rate_lies_across_a_roofline():
     assert [60.0, 60.0] in lines and "run: 60" in roof.alt
 
 
+def test_no_name_stands_on_a_measured_rate():
+    def place(**timed):
+        """How high a point's name stands, from 0 to 1, and the rate that is there."""
+        roof = plots.roofline({"toy": (100.0, 10.0)}, {"lean": (20.0, 1.0)}, title="t", timed=timed)
+        axes = roof.figure.axes[0]
+        height = next(each for each in axes.texts if each.get_text() == "lean").get_position()[1]
+        low, high = axes.get_ylim()
+        return height, low * (high / low) ** height
+
+    height, rate = place()
+    assert place(run=rate)[0] < height == place(run=rate / 3)[0]
+
+
 def test_a_trade_off_tells_both_ends():
     picture = plots.trade_off(checkpointing.frontier(CHAIN), marks=MARKS, once=18, guess=(500, 40))
     assert "keep everything: " in picture.alt and re.search(

@@ -52,7 +52,7 @@ plots.tile_walk(walk, s_q=48, s_k=48)
 # - The crossed tiles, 15 of 36, are never touched: no query in them may look at their keys.
 
 # %% [markdown]
-# Two things in the picture should bother you. A softmax divides by the sum of its *whole* row, and no tile ever sees a row. And the backward pass needs the
+# Two things in the picture should bother you. A softmax divides by the sum of its *whole* row, and no tile ever sees a row. And the backward pass needs the softmax's
 # weights, which are gone.
 
 # %% [markdown]
@@ -84,8 +84,9 @@ q, k, v = tensors(2048)
 #
 # $$ \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s^2}_{\text{weights}} \quad\text{against}\quad \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s\,d}_{\text{output}} + \underbrace{a\,s}_{\text{lse}} $$
 #
-# The right side is an attention that keeps its output and, in place of the weights, one number per row: *lse*, the log-sum-exp of the row's scores,
-# $\text{lse}_i = \log \sum_j e^{S_{ij}}$. It is the logarithm of the softmax's denominator; the third question shows that it is enough. Times 4 bytes:
+# The right side is tiled attention. In place of the weights it keeps its output and one number per row: *lse*, the log-sum-exp of the row's scores,
+# $\text{lse}_i = \log \sum_j e^{S_{ij}}$. This is the logarithm of the softmax's denominator, and enough to bring the weights back (shown below). At 4 bytes per
+# number:
 
 # %%
 a, s, d = 4, 2048, 64
@@ -113,15 +114,15 @@ reveal("flash/kept", MB=saved(plain).total / 1e6)
 kept["tiled"].diff(saved(lambda *qkv: flash.attention(*qkv)[0]), by="component")
 
 # %% [markdown]
-# PyTorch's own fused attention (here on a CPU) keeps exactly as many bytes:
+# PyTorch's own attention in one call (here on a CPU) keeps as many bytes:
 
 # %%
 kept["tiled"].diff(saved(F.scaled_dot_product_attention), by="component")
 
 
 # %% [markdown]
-# What is kept is not the peak: in the backward pass the gradients of the weights and of the scores stand beside the weights. Measure the fullest moment
-# of a whole forward and backward pass, inputs not counted:
+# What is kept is not the peak: in plain attention's backward pass the gradients of weights and scores stand beside the weights. Measured at the fullest moment of a
+# whole forward and backward pass, inputs not counted:
 
 
 # %%
@@ -146,8 +147,8 @@ peaks = {
 {name: [units.text(p) for p in found] for name, found in peaks.items()}
 
 # %% [markdown]
-# The fullest moment of plain attention is in the softmax's backward pass. That of tiled attention is in a tile of the backward pass, where each row has two
-# numbers beside lse: its gradient, and $D$, which stands for a sum over the whole row (derived below).
+# Plain attention is fullest in the softmax's backward pass. Tiled attention is fullest in a tile of its backward pass, where each row has two numbers beside lse: the
+# gradient of lse, and $D$, a sum over the whole row (derived below).
 
 # %%
 block = 128
@@ -196,7 +197,7 @@ plots.curves(long, title=title, measured=measured, **axes, **formula)
 #
 # Take one query. Its scores $S_j$ arrive in blocks, and each block is forgotten. A numerically safe softmax subtracts the maximum of the row, which is known only at the end.
 #
-# (Whole rows, a few at a time, would save memory, too. But they would not fit where they are used: 128 rows of 8192 scores take 2.1 MB in 16 bits,
+# (A few whole rows at a time would save memory, too, but not fit where they are used: 128 rows of 8192 scores take 2.1 MB in 16 bits,
 # ten times what the fast memory of a GPU's processor holds.) <!-- arithmetic: round(2 * 128 * 8192 / 1e6, 1) == 2.1 and 10 < 2 * 128 * 8192 / 192e3 < 11 -->
 #
 # **The trick is a change of units.** Let $m$ be the largest score so far, and keep two sums in units of $e^m$: $\;\ell = \sum e^{S_j - m}$ and $o = \sum e^{S_j - m}\,v_j$.
@@ -229,6 +230,7 @@ reveal("flash/inverse", "150", output=f"{(1 / factor * 1 + 1 * 3) / total:.1f}")
 
 # %% [markdown]
 # An average of 1 and 3 cannot be 150. The inverse is a misprint; the paper's own code does not have it.
+#
 # A second trap: a masked block has the maximum −∞, and −∞ − (−∞) is not a number. `OnlineSoftmax` therefore starts from the lowest finite number.
 
 # %% [markdown]
@@ -253,7 +255,7 @@ hint("flash/online-softmax")
 show(flash.OnlineSoftmax)
 
 # %% [markdown]
-# For many rows at once, this *is* the tiled forward pass. Ten lines:
+# For many rows at once, this *is* the tiled forward pass:
 
 # %%
 show(flash.forward)
@@ -265,8 +267,8 @@ show(flash.forward)
 #
 # $$ P_{ij} = e^{\,S_{ij} - \text{lse}_i}. $$
 #
-# No maximum, no sum. What remains is the derivative of softmax ($d$ before a name is its gradient, $\circ$ multiplies number by number): $\;dS = P \circ (dP - D)$ with $dP = dO\,V^\top$ and $D_i = \sum_j P_{ij}\,dP_{ij}$.
-# $D$ sums over a whole row again! Substitute $dP$ and pull $dO$ out:
+# Neither a maximum nor a sum is needed. What remains is the derivative of softmax ($dX$ is the gradient of X, $\circ$ multiplies number by number):
+# $\;dS = P \circ (dP - D)$ with $dP = dO\,V^\top$ and $D_i = \sum_j P_{ij}\,dP_{ij}$. $D$ sums over a whole row again! Substitute $dP$ and pull $dO$ out:
 #
 # $$ D_i = \sum_j P_{ij} \sum_c dO_{ic} V_{jc} = \sum_c dO_{ic} \sum_j P_{ij} V_{jc} = \sum_c dO_{ic}\, O_{ic}. $$
 #
@@ -297,8 +299,10 @@ def products(attend):
 reveal("flash/products", products=products(tiled)[1])
 
 # %% [markdown]
-# Five: $dV = P^\top dO$, $dP = dO\,V^\top$, $dQ = dS\,K/\sqrt d$, $dK = dS^\top Q/\sqrt d$, and $QK^\top$ once more, because it was not kept. With the forward pass that is seven against six:
-# **a tile costs more arithmetic, not less.** But with a causal mask tiled attention skips tiles that plain attention computes. Products of both passes, masked, 256 tokens in tiles of 32:
+# Five: $dV = P^\top dO$, $dP = dO\,V^\top$, $dQ = dS\,K/\sqrt d$, $dK = dS^\top Q/\sqrt d$, and $QK^\top$ once more, because it was not kept. With the forward pass
+# that is seven against six: **a tile costs more arithmetic, not less.**
+#
+# But with a causal mask tiled attention skips tiles that plain attention computes. Products of both passes, masked, 256 tokens in tiles of 32:
 
 # %%
 masked = {
@@ -308,7 +312,7 @@ masked = {
 {name: sum(products(attend)) for name, attend in masked.items()}
 
 # %% [markdown]
-# Now the outer loop runs over keys: $dK$ and $dV$ of a block collect from all queries, and $dQ$ is added up in slow memory.
+# Backward, the outer loop runs over keys: $dK$ and $dV$ of a block collect from all queries, and $dQ$ is added up in slow memory.
 
 # %%
 show(flash.backward)
@@ -318,7 +322,7 @@ show(flash.backward_of_keys)
 
 
 # %% [markdown]
-# In float64, against plain attention, causal, with fewer key–value heads than query heads and lengths that no block divides:
+# Compared with plain attention, in float64, masked, with fewer key–value heads than query heads and lengths that no block divides:
 
 
 # %%
@@ -339,7 +343,8 @@ all((exact - ours).abs().max() < 1e-12 for exact, ours in both)
 # %% [markdown]
 # The gradient through lse is included: $\partial\,\text{lse}_i / \partial S_{ij} = P_{ij}$, so it joins as $dS = P \circ (dP - D + d\text{lse})$. Lab 11 will need it.
 #
-# In a batch, short sequences are *padded*: filled up at the end. Under a causal mask padding needs no mask of its own, since no token looks at what comes after it (the loss leaves the padded positions out):
+# In a batch, short sequences are *padded*: filled up at the end. Under a causal mask padding needs no mask of its own, since no token looks at what comes after it
+# (and the loss leaves padded positions out):
 
 # %%
 q, k, v = tensors(100)
@@ -348,7 +353,7 @@ alone, in_batch = (flash.attention(*x, causal=True)[0] for x in ((q, k, v), padd
 bool((in_batch[:, :, :100] - alone).abs().max() < 1e-6)
 
 # %% [markdown]
-# Without a causal mask they need a padding mask, or are packed one behind the other (*In practice*).
+# Without a causal mask short sequences need a padding mask, or are packed one behind the other (*In practice*).
 
 # %% [markdown]
 # ## Further: which numbers of a tile may have 16 bits?
@@ -408,26 +413,33 @@ reveal(
 )
 
 # %% [markdown]
-# The maximum $m$ is a unit, not a result: $o$ and $\ell$ are both counted in it, and it cancels in $o/\ell$, rounded or not. (That holds for scores up to 32,768. From there on the numbers of bf16 lie 256 apart, a rounded maximum may be too small by 128, and $e^{128}$ overflows in fp32.)
+# It is the maximum $m$, because $m$ is a unit and not a result. Both $o$ and $\ell$ are counted in it, and it cancels in $o/\ell$, rounded or not.
 #
-# The columns are 1024, 4096 and 16 384 keys. Along them the errors of the two sums $\ell$ and $o$ grow, and that of $P$ does not. Is the cause more keys, or more blocks, since each block rounds a sum once more? The most keys again, in 16 blocks, as many as 1024 keys had:
+# (That holds for scores up to 32,768. From there on the numbers of bf16 lie 256 apart, a rounded maximum may be too small by 128, and $e^{128}$ overflows in fp32.)
+#
+# The columns are 1024, 4096 and 16 384 keys. With more keys the errors of the two sums $\ell$ and $o$ grow, and that of $P$ does not. More keys also mean more blocks,
+# and each block rounds a sum once more. Which of the two is the cause? Here are 16 384 keys again, but in 16 blocks, as many as 1024 keys had:
 
 # %%
 {name: f"{error(*in_bf16(16384), name, block=1024):.1e}" for name in ("P", "o", "l")}
 
 # %% [markdown]
-# It is the number of blocks. So far many keys shared the weight. Queries a hundred times as long
-# make scores of several hundred, and then few keys get all of it:
+# The cause is the number of blocks: with 16 of them the errors of $o$ and $\ell$ are as small as with 1024 keys.
+#
+# So far the weight was spread over many keys. Queries a hundred times as long make scores of several hundred, and then few keys get all of it:
 
 # %%
 q, k, v = in_bf16(1024)
 {name: f"{error(100 * q, k, v, short=name):.0e}" for name in ("P", "S", "o", "l")}
 
 # %% [markdown]
-# Now S is the worst: beyond 256 the numbers of bf16 lie 2 apart, and a score that is wrong by 1 makes a weight wrong by a factor of e. So kernels keep S, ℓ
-# and o in fp32, and m with them. They round $P$ alone, because tensor cores multiply 16-bit factors. Plain attention in bf16 writes S to slow memory, rounded, and so has S's error, too.
+# Now S is the worst. Beyond 256 the numbers of bf16 lie 2 apart, so a score can be wrong by 1, and its weight is then wrong by a factor of e.
 #
-# And lse has to stay in fp32. It is about 9 here, where the numbers of bf16 lie 1/16 apart. Recover the weights from a rounded lse and add up each row, which should give 1:
+# So kernels keep S, ℓ and o in fp32, and m with them. They round $P$ alone, because tensor cores multiply 16-bit factors. Plain attention in bf16 writes S to slow
+# memory, rounded, and so it has the error of S, too.
+#
+# The log-sum-exp has to stay in fp32 as well. It is about 9 here, where the numbers of bf16 lie 1/16 apart. Recover the weights from a rounded lse and add up each
+# row, which should give 1:
 
 # %%
 q, k, v = in_bf16(4096)
@@ -438,18 +450,17 @@ f"{sums.min().item():.2f} to {sums.max().item():.2f}"
 # %% [markdown]
 # ## How many bytes move?
 #
-# Tiling saves traffic, too. A GPU has a large slow memory (HBM) and, in each of its processors, a small fast one. On an A100 HBM holds
-# 40 to 80 GB at 1.5 to 2.0 TB/s; the fast memories hold 192 kB in each of 108 processors, together at about 19 TB/s
-# (FlashAttention paper, section 2.1).
+# Tiling can save traffic, too. A GPU has a large slow memory, *HBM*, and in each of its processors a small fast one. On an A100 HBM delivers 1.5 to 2.0 TB/s. The fast
+# memories hold 192 kB each, and together deliver about 19 TB/s (FlashAttention paper, section 2.1).
 #
-# Count the numbers that enter and leave *a processor* in the forward pass. Plain attention takes three steps, each from slow memory to slow memory: read Q, K, write S; read S,
-# write P; read P, V, write O (each of them once, as the papers count). Tiled attention moves no scores, but every block of queries reads all keys and values again:
+# Count the numbers that enter and leave *a processor* in the forward pass. Plain attention takes three steps: read Q and K, write S; read S, write P; read P and V,
+# write O. Each is counted once, as in the papers. Tiled attention moves no scores, but every block of queries reads all keys and values again:
 #
 # $$ \text{plain} = 4 s^2 + 4 s d $$
 #
 # $$ \text{tiled} = \underbrace{2 s d}_{Q,\,O} + \underbrace{2 s d \cdot \lceil s / B_q \rceil}_{K,\,V\text{ per block of } B_q} + \underbrace{s}_{\text{lse}} $$
 #
-# > 4096 tokens, d = 64, 16-bit numbers, one head. Plain attention moves 136 MB. With blocks of 128 queries, how many MB does the tiled one move?
+# > 4096 tokens, d = 64, 16-bit numbers, one head. Plain attention moves 136 MB. With blocks of 128 queries, how many MB does tiled attention move?
 
 # %%
 predict("flash/moved", MB=20)
@@ -461,9 +472,9 @@ traffic = {name: flash.traffic(name, **sizes) for name in loops}
 plots.traffic_bars(guess=predictions["flash/moved"], **traffic)
 
 # %% [markdown]
-# **flash-1** and **flash-2** are the two papers' loops. In the first the outer loop runs over keys: the unfinished output of every query is read and written again for each block of keys.
-# In the second it runs over queries, as in the picture at the top, and writes each output once. Same tiles, same FLOPs, two
-# thirds of the bytes.
+# **flash-1** and **flash-2** are the loops of the two papers. In flash-1 the outer loop runs over keys: for each block of keys, the unfinished output of every query
+# is read and written again. In flash-2 it runs over queries, as in the picture at the top, and each output is written once. The tiles and FLOPs are the same, the
+# bytes two thirds.
 #
 # In a run every tile that `flash.attention` loads or stores is counted:
 
@@ -474,14 +485,16 @@ crossed = flash.counted(q, k, v, **run)
 flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, **run).diff(crossed)
 
 # %% [markdown]
-# **The law.** In the papers a fast memory of M numbers holds a block of queries, keys, values and output, M/4 numbers each: $B = M/(4d)$ rows for the outer loop. flash-2
-# moves two tensors, K and V, once for each of s/B blocks of queries. flash-1 moves three, once for each of s/B blocks of keys: it reads Q and O, and writes O.
+# **The law.** The papers divide a fast memory of M numbers into four equal parts: a block each of queries, keys, values and output. So a block of the outer loop has
+# $B = M/(4d)$ rows. For each of its s/B blocks of queries, flash-2 moves two tensors, K and V. For each of its s/B blocks of keys, flash-1 moves three: it reads Q and
+# O, and writes O.
 #
 # $$ \text{flash-2} \approx 2 s d \cdot \frac{s}{B} = \frac{8\, s^2 d^2}{M} $$
 #
 # $$ \text{flash-1} \approx 3 s d \cdot \frac{s}{B} = \frac{12\, s^2 d^2}{M} $$
 #
-# Both are the $\Theta(s^2 d^2 / M)$ of the paper. So twice the tokens, or heads twice as wide, should move 4 times the numbers, and twice the fast memory half. Counted:
+# Both are the $\Theta(s^2 d^2 / M)$ of the paper. So twice the tokens, or heads twice as wide, should move 4 times the numbers, and twice the fast memory half.
+# Counted:
 
 
 # %%
@@ -501,7 +514,8 @@ for loop in ("flash-1", "flash-2"):
     print(loop, found)
 
 # %% [markdown]
-# Plain attention moves some $4s^2$. So **the gain is no constant: with four equal parts it is $M/3d^2$ for flash-1 and $M/2d^2$ for flash-2.**
+# Plain attention moves some $4s^2$ numbers. Divide by what a loop moves, and you have its *gain*. **With four equal parts the gain is $M/3d^2$ for flash-1 and
+# $M/2d^2$ for flash-2: no constant.**
 
 # %%
 for head in (64, 128):
@@ -511,9 +525,12 @@ for head in (64, 128):
         print(f"{loop}, d = {head:3}: law {law:.2f}, counted {gain:.2f}")
 
 # %% [markdown]
-# With heads of 128 and 51 kB of fast memory both loops move *more* than plain attention. Is that the price of tiling? There are two other causes. One is the four equal parts: in flash-2
-# keys and values only pass through. So keep 16 of them at a time, and give the rest to queries, their outputs, and the tile of scores.
-# The other is the count: plain attention's products read K and V again, too, for every block of Q or of O that fits beside the tile. "Counted alike" includes that:
+# With heads of 128 both loops move *more* than plain attention. Tiling itself need not be the cause: there are two others.
+#
+# One is the four equal parts. In flash-2 keys and values only pass through, so keep 16 of them at a time, and give the rest to queries, their outputs, and the tile of
+# scores.
+#
+# The other is the count. Plain attention's products work in blocks, too: they read K again for each block of Q, V for each of O. "Counted alike" includes that:
 
 # %%
 for head in (64, 128):
@@ -526,8 +543,11 @@ for head in (64, 128):
     print(f"d = {head:3}, {tiled} queries at a time: {gains}")
 
 # %% [markdown]
-# It was both. With narrow blocks of keys $B$ approaches M/2d rows, so flash-2 moves $4 s^2 d^2/M$ at least. Plain attention's blocks approach M/d rows; counted alike, it moves $4 s^2 + 2 s^2 d^2/M$. So the gain is at most $M/d^2 + \tfrac12$:
-# **counted alike, tiling pays at this border only where fast memory holds more than half of d² numbers.** With 16 keys at a time that takes some 5,000 numbers for heads of 64, and 14,000 for heads of 128.
+# Both were causes: for heads of 128 the gain rises from 0.80 to 1.25, and counted alike to 1.72.
+#
+# **Counted alike, tiling pays at this border only where fast memory holds more than half of d² numbers.** With narrow blocks of keys $B$ approaches M/2d rows, so
+# flash-2 moves $4 s^2 d^2/M$ at least. Plain attention's blocks approach M/d rows, so it moves $4 s^2 + 2 s^2 d^2/M$. The ratio, $M/d^2 + \tfrac12$, is the largest
+# gain. With 16 keys at a time tiling pays from some 5,000 numbers on for heads of 64, and from 14,000 for heads of 128.
 # <!-- claim: [round((lambda q, p: (flash.traffic("plain", s=4096, d=d, itemsize=1).total + 2 * 4096 * d * (-(-4096 // p) - 1)) / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=16, itemsize=1, stat_itemsize=1).total)((M - 32 * d) // (2 * d + 16), (M - 16 * d) // (d + 16)), 1) for M, d in ((5000, 64), (14000, 128))] == [1.0, 1.0] -->
 
 # %% [markdown]
@@ -549,7 +569,8 @@ merged, _ = flash.merge(*halves[0], *halves[1])
 bool((whole - merged).abs().max() < 1e-6)
 
 # %% [markdown]
-# (No key may stand in both parts, or it counts twice.) This one function serves keys on two GPUs, keys in two thread blocks that share one long row (Flash-Decoding), and keys that arrive over a ring of ranks (lab 11).
+# (No key may stand in both parts, or it counts twice.) This one function serves keys on two GPUs, keys in two programs of one GPU that share a long row
+# (Flash-Decoding), and keys that arrive over a ring of ranks (lab 11).
 #
 # ### Exercise 6.2 · Two halves of the keys (15 min, ●●○)
 #
@@ -576,8 +597,11 @@ show(flash.merge)
 #
 # ### Exercise 6.3 · Bug hunt: right on every square (15 min, ●●○)
 #
-# In a chat, a new token is one query against the keys of the whole conversation. Where does a causal mask sit when there are more keys than queries? The code below passed every test its author wrote.
-# Open it, copy it into the next cell, and mend it. It should still work in tiles, and skip those that are all mask.
+# In a chat, a new token is one query against the keys of the whole conversation. Where does a causal mask sit when there are more keys than queries? The code below
+# passed every test its author wrote. Open it, copy it into the next cell, and mend it.
+#
+# It should still work in tiles, and skip those that are all mask. It should take more queries than keys, too: there the first queries see no key, and their output is
+# 0 and their lse −∞.
 
 # %%
 show(buggy_attention)
@@ -610,7 +634,8 @@ predicted = flash.passes(flash.softmax, 4096, 4096)
 reveal("flash/softmax", MB=predicted.total / 1e6)
 
 # %% [markdown]
-# Maximum: read. Subtract: read, write. Exponential: read, write. Sum: read. Divide: read, write. Eight sweeps, where PyTorch's own `softmax` takes two. Counted, at PyTorch's dispatcher:
+# The maximum and the sum read once each; subtraction, exponential and division each read and write. That makes eight sweeps, where PyTorch's own `softmax` takes two.
+# Counted at PyTorch's dispatcher:
 
 # %%
 draw = torch.Generator().manual_seed(0)
@@ -631,20 +656,22 @@ flash.passes(flash.softmax, 4096, 4096, fused=True).diff(crossed)
 #
 # The largest tensor of a training step is often not in attention. Llama 3 has v = 128 256 words, and the logits of 8192 tokens are 4.2 GB in fp32.
 #
-# > How many GB does cross-entropy in fp32 hold at its fullest moment, beyond its inputs: the last hidden states (width 4096) and the matrix W of the output?
+# > How many GB does cross-entropy in fp32 hold at its fullest moment? Do not count its inputs, the last hidden states (width 4096) and the matrix W of the output.
 
 # %%
 predict("flash/logits", GB=4.2)
 
 # %% [markdown]
-# Three tensors of that size are there at once: the logarithms of the probabilities, their gradient, and the gradient of the logits. But no token needs another's logits. So take r tokens at a time: logits, loss, gradient, the two products that pass it on, and forget.
+# Three tensors of that size are there at once: the logarithms of the probabilities, their gradient, and the gradient of the logits. But no token needs another's
+# logits. So take r tokens at a time: compute their logits, their loss, its gradient and the two products that pass it on, and forget.
+#
 # Since the loss is the end of the network, the gradients can be computed in the *forward* pass, while the logits are there; the backward pass only scales them.
 
 # %%
 show(flash.fused.LinearCrossEntropy)
 
 # %% [markdown]
-# What remains is the gradients of W and of the hidden states, the logits of r tokens, r rows of a product on its way, and a few numbers per row. By formula:
+# What remains are the gradients of W and of the hidden states, the logits of r tokens, r rows of a product on its way, and a few numbers per row. By formula:
 
 
 # %%
@@ -686,7 +713,8 @@ print(found == by_formula(*whole), *map(units.text, found))
 reveal("flash/logits", GB=round(found[0] / 1e9, 1))
 
 # %% [markdown]
-# Most of what is left is the gradient of W, which has to be somewhere. Are the gradients PyTorch's? And how many bytes do operations load and store, all at once and in chunks of 512, 128 and 32 rows?
+# Most of the 2.51 GB is the gradient of W, which has to be somewhere. Are the gradients those of PyTorch? And how many bytes do operations load and store, all at once
+# and in chunks of 512, 128 and 32 rows?
 
 # %%
 draw = torch.Generator().manual_seed(0)
@@ -700,9 +728,12 @@ for rows in (512, 128, 32):
     print(f"{rows:3} rows at a time: {units.text(amount)}")
 
 # %% [markdown]
-# The gradients are equal. The memory is paid for in traffic: each chunk reads W twice, and reads and writes the whole gradient of W. That is 6·r·v·h FLOPs for 4·v·h numbers, in 16 bits 0.75·r FLOPs per byte. An H100 does 295 FLOPs while it moves a byte (next section). So there a chunk should have some 390 rows or more (590 if the gradient of W is added up in fp32).
+# The gradients are equal, and the memory is paid for in traffic: each chunk reads W twice, and reads and writes the whole gradient of W. (A single chunk of all 512
+# rows already moves more than all at once, because its softmax goes through memory step by step here. A fused kernel takes fewer sweeps.)
+#
+# So how many rows should a chunk have? It takes 6·r·v·h FLOPs for those 4·v·h numbers, in 16 bits 0.75·r FLOPs per byte. An H100 does 295 FLOPs while it moves a byte
+# (next section). So there a chunk should have some 390 rows or more (590 if the gradient of W is added up in fp32).
 # <!-- arithmetic: round(295 / (6 / (4 * 2)), -1) == 390 and round(295 / (6 / (2 * 2 + 2 * 4)), -1) == 590 -->
-# (A single chunk of all 512 rows already moves more than all at once: its softmax goes through memory step by step here. A fused kernel takes fewer sweeps.)
 
 # %% [markdown]
 # ### Where is the roof?
@@ -711,11 +742,13 @@ for rows in (512, 128, 32):
 #
 # $$ \text{FLOP/s} \;\le\; \min\left(\text{peak},\; \text{intensity} \times \text{bandwidth}\right). $$
 #
-# Left of the *ridge*, where the two limits meet, memory is the limit.
+# The two limits meet at the *ridge*. Left of it memory is the limit, right of it arithmetic.
 #
-# A roofline of HBM has to count HBM's bytes, and so far you have counted those of the processors. Between the two lies a cache that all processors share, **L2**: 50 MB
-# on an H100. Take heads of 128, 16 384 tokens, and one block of 128 queries on each of its 132 processors. Then about one head is worked on
-# at a time. This is what its K and V take, and what its scores would take:
+# A roofline of HBM has to count the bytes of HBM, and so far you have counted those of the processors. Between the two lies **L2**, a cache that all processors share:
+# what one has read from HBM, others can read there.
+#
+# The L2 of an H100 holds 50 MB. Take heads of 128, 16 384 tokens, and one block of 128 queries on each of its 132 processors. A head has 128 such blocks, so about one
+# head is worked on at a time. This is what its K and V take, and what its scores would take:
 
 # %%
 s, d = 16_384, 128
@@ -724,8 +757,9 @@ taken = {"K and V": 2 * s * d, "scores": s * s}  # numbers per head, 2 bytes eac
 {name: units.text(2 * heads_at_once * numbers) for name, numbers in taken.items()}
 
 # %% [markdown]
-# K and V fit into L2 several times over, the scores do not. So what a tiled kernel moves in HBM lies between two bounds: *every read* comes from HBM, or each
-# tensor crosses *once*. The figure has both, plain attention, a softmax alone (about 5 FLOPs per number, in eight sweeps), and a measured rate:
+# K and V fit into L2 several times over, the scores do not. So what HBM carries for a tiled kernel lies between two bounds: *every read* comes from HBM, or each
+# tensor crosses *once*. The figure shows both bounds, plain attention, and a softmax alone (about 5 FLOPs per number, in eight sweeps). The level dotted line is a
+# rate that was timed:
 
 # %%
 roof = flash.Roof.of(Hardware.named("H100"))
@@ -743,25 +777,31 @@ device = {roof.name: (roof.flops, roof.bandwidth)}
 plots.roofline(device, points, timed=timed, title=title)
 
 # %% [markdown]
-# The level dotted line is FlashAttention-3 with blocks of 128 queries (`hopper/tile_size.h`), timed at 621 TFLOP/s forward with this head and length
-# (PyTorch's benchmark suite, pull request 2391; it names neither the Hopper GPU nor the mask; a causal one halves FLOPs and reads alike). The roofs of the three attentions:
+# The timed kernel is FlashAttention-3, in the forward pass, with this head and length (PyTorch's benchmark suite, pull request 2391). Its blocks have 128 queries, too
+# (`hopper/tile_size.h`). The report names neither the Hopper GPU nor the mask. The mask does not matter here: a causal one halves FLOPs and reads alike. This is the
+# most that the roof allows the three attentions:
 
 # %%
 at_most = {name: flops / roof.time(flops, x.total) for name, x in moves.items()}
 {name: units.text(rate, "FLOP/s") for name, rate in at_most.items()}
 
 # %% [markdown]
-# **If it ran on an H100, this kernel shared reads.** 621 is more than the 425 that HBM allows if it serves every read: it served at most 425/621 of them, about two thirds. The others were shared, in L2 or by pairs of thread blocks that take K and V from one load, which this kernel can do. On an H200, with 4.8 TB/s, HBM could serve 98 % of the reads, and the same timing would prove next to nothing.
+# **If it ran on an H100, this kernel shared reads.** Had HBM served every read, 425 TFLOP/s would have been the most, and the kernel reached 621. So HBM served at
+# most 425/621 of the reads, about two thirds. The others were shared: in L2, or by pairs of processors that take K and V from one load, which this kernel can do.
+#
+# If it ran on an H200, the timing proves next to nothing. There HBM has 4.8 TB/s, and could serve 98 % of the reads.
 # <!-- claim: round(100 * config.Hardware.named("H200").memory_bandwidth / config.Hardware.named("H100").memory_bandwidth * 425 / 621) == 98 -->
-# What keeps the kernel below 989, a roofline of one memory cannot say. (`flash.Roof.measured()` is the roof of your own machine.)
+#
+# In both cases a roofline of one memory cannot say what keeps the kernel below 989. (`flash.Roof.measured()` is the roof of your own machine.)
 #
 # ### How does it look on a GPU?
 #
-# There the loop must live inside *one* kernel, or each tile goes back to slow memory after all. A kernel is a program that runs many times at once, each
-# time for another block: in the forward pass for a block of queries of one head, as in the picture at the top.
+# On a GPU the loop must live inside *one* kernel, or each tile goes back to slow memory after all. A kernel is a program that runs many times at once, each time for
+# another block. In the forward pass that is a block of queries of one head, as in the picture at the top.
 #
-# In the backward pass $dK$ and $dV$ of a block collect from all queries, $dQ$ from all keys, and programs that run at the same time would
-# overwrite each other's sums. FlashAttention-2 adds atomically. The kernels below share out the gradients instead: one makes $dQ$, one $dK$ and $dV$. Both compute $QK^\top$ and $dO\,V^\top$, so a tile takes 3 + 4 = 7 products in place of 5.
+# In the backward pass $dK$ and $dV$ of a block collect from all queries, $dQ$ from all keys, and programs that run at the same time would overwrite each other's sums.
+# FlashAttention-2 adds to $dQ$ atomically: no addition is lost. The kernels below share out the gradients instead: one makes $dQ$, one $dK$ and $dV$. Both compute
+# $QK^\top$ and $dO\,V^\top$, so a tile takes 3 + 4 = 7 products in place of 5.
 #
 # The language is *Triton*: Python syntax, compiled for the GPU. Open it, and compare the thirty lines of `_forward` with `flash.forward`. The other two kernels are made of the same pieces:
 
@@ -786,13 +826,14 @@ else:
     print("The package triton is not installed: nothing ran here.")
 
 # %% [markdown]
-# *Recorded GPU runs: none yet.* If you have a GPU, `python benchmarks/gpu.py` times them against SDPA and records it in `labutils/data/gpu_runs/`.
+# *Recorded GPU runs: none yet.* If you have a GPU, `python benchmarks/gpu.py` times them against `F.scaled_dot_product_attention` and records it in
+# `labutils/data/gpu_runs/`.
 
 # %% [markdown]
 # ## Further: what would HBM have to carry?
 #
-# Choose a length, a head, a fast memory and a device. Blocks are as large as fits; the outer block gets M/4d rows. The title lists what would take longer than the
-# arithmetic if HBM had to carry it all.
+# Choose a length, a head, a fast memory and a device. Blocks are as large as fits; the outer block gets M/4d rows. The title lists the ways that would take longer
+# than their arithmetic, if HBM had to carry all that they move.
 
 
 # %%
@@ -816,10 +857,13 @@ widths, devices = [64, 128, 256], ["A100", "H100"]
 explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=devices)
 
 # %% [markdown]
-# Look for the settings where tiling moves *more* than plain attention, as the papers count it. How much fast memory would make flash-2 win at d = 256? By the law 2d² = 131 072
-# numbers, 262 kB in 16 bits. One processor of an A100 has 192 kB, of an H100 228 kB. Kernels for d = 256 exist all the same: with 16 keys at a time some 75,000 numbers are enough, counted alike 45,000. And caches can bring down
-# what HBM carries, to the last bar at best.
+# Look for the settings where tiling moves *more* than plain attention, as the papers count it.
+#
+# How much fast memory would make flash-2 win at d = 256? By the law 2d² = 131 072 numbers, which are 262 kB in 16 bits. A processor of an H100 has only 228 kB. Kernels for
+# d = 256 exist all the same: with 16 keys at a time some 75,000 numbers are enough, and 45,000 counted alike.
 # <!-- claim: [round((flash.traffic("plain", s=4096, d=256, itemsize=1).total + again * 2 * 4096 * 256 * (-(-4096 // ((M - 16 * 256) // 272)) - 1)) / flash.traffic("flash-2", s=4096, d=256, block_q=(M - 32 * 256) // 528, block_k=16, itemsize=1, stat_itemsize=1).total, 2) for M, again in ((75000, 0), (45000, 1))] == [1.0, 1.0] -->
+#
+# And what HBM carries can be less than what the processors read, because caches serve a part. The last bar is the least.
 
 # %% [markdown]
 # ## In practice
@@ -865,10 +909,10 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 # ### True under a condition
 #
 # **"a reduction in memory requirements by 10–20 times and a performance improvement of 2–4 times"** (the same Medium article; both figures stand in the introduction of the FlashAttention-2 paper). <!-- erratum: S2-015, S2-016 -->
-# Both factors are of attention alone, at some length: the first grows with s/d without limit (here 2 at 256 tokens, 22 at 2048).
+# Both factors hold for attention alone, at some length: the first grows with s/d without limit (here 2 at 256 tokens, 22 at 2048).
 #
 # **Activation memory "scales quadratically with sequence length."** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). <!-- erratum: S0-026 -->
-# While the s × s tensors are stored. In Korthikanti's $sbh\,(34 + 5as/h)$ the second term is what a fused attention removes; what is left is linear.
+# True while the s × s tensors are stored. In Korthikanti's $sbh\,(34 + 5as/h)$ the second term is what a fused attention removes; what is left is linear.
 
 # %% [markdown]
 # ## Summary
@@ -881,17 +925,17 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 #   <!-- claim: 2 * flash.attention_flops(4096, 64, backward=True) == 5 * flash.attention_flops(4096, 64) -->
 # - In a bf16 kernel P may be rounded; the scores, the sums ℓ and o, and lse stay in fp32.
 #   <!-- claim: flash.attention(*torch.ones(3, 1, 1, 4, 8, dtype=torch.bfloat16))[1].dtype == torch.float32 -->
-# - In the forward pass plain attention moves about M/2d² times the bytes of flash-2 to and from processors if Q, K, V and O share fast memory equally, up to M/d² times if few keys are there at a time, and up to ½ more if plain attention's
-#   products are counted as reading K and V again, too. With M = 25 600 numbers and 4096 tokens the first two are 3.09 and 4.81 for heads of 64, 0.80 and 1.25 for heads of 128.
+# - What tiling saves in traffic depends on fast memory (M numbers) and head width. As the papers count, plain attention moves about M/2d² times the numbers of flash-2 (forward, four equal parts),
+#   and up to M/d² times with few keys at a time. With M = 25 600 and 4096 tokens that is 3.09 and 4.81 for heads of 64, but 0.80 and 1.25 for heads of 128.
 #   <!-- claim: [round(flash.traffic("plain", s=4096, d=d, itemsize=1).total / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1).total, 2) for d, q, k in ((64, 100, 64), (64, 163, 16), (128, 50, 50), (128, 79, 16))] == [3.09, 4.81, 0.8, 1.25] -->
-# - Output and lse of two disjoint sets of keys give those of their union. Ring attention and split decoding use this one line.
+# - Output and lse of two disjoint sets of keys give those of their union. Ring attention and split decoding use this.
 #   <!-- claim: torch.allclose(flash.merge(torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2), torch.zeros(1))[0], torch.full((1, 2), 0.5)) -->
 # - A fused kernel does the same arithmetic in fewer sweeps: softmax 2 instead of 8, LayerNorm 2 instead of 8, SwiGLU 3 instead of 8.
-#   Logits need not exist at once either: 2.5 GB (512 rows at a time) in place of 12.6, in fp32, at 8192 tokens, width 4096 and 128 256 words.
+#   Nor need all logits exist at once: with 512 rows at a time cross-entropy holds 2.5 GB in place of 12.6 (fp32, 8192 tokens, width 4096, 128 256 words).
 #   <!-- claim: (lambda v, h: [round(4e-9 * n, 1) for n in (512 * v + v * h + 8192 * h, 3 * 8192 * v)])(config.ModelConfig.named("llama-3.1-8b").vocab_size, config.ModelConfig.named("llama-3.1-8b").d_model) == [2.5, 12.6] -->
 #   <!-- claim: [round(flash.passes(f, 4096, 4096, fused=x).total / (4 * 4096**2)) for f in (flash.softmax, flash.layernorm, flash.swiglu) for x in (True, False)] == [2, 8, 2, 8, 3, 8] -->
-# - A roofline belongs to one memory. On an H100, with heads of 128 and 16 384 tokens: at most 425 TFLOP/s if HBM served every read of K and V, the full 989
-#   if each tensor crosses once; a published kernel reaches 621, on a Hopper GPU that its report does not name.
+# - A roofline belongs to one memory. On an H100, with heads of 128 and 16 384 tokens, HBM allows 425 TFLOP/s if it serves every read of K and V, and the full 989
+#   if each tensor crosses once. A published kernel reaches 621, on a Hopper GPU that its report does not name.
 #   <!-- claim: [(lambda r, f: round(f / r.time(f, flash.traffic("flash-2", s=16384, d=128, block_q=q).total) / 1e12))(flash.Roof.of(config.Hardware.named("H100")), flash.attention_flops(16384, 128)) for q in (128, 16384)] == [425, 989] -->
 #
 # Next: [lab 07](07_collectives.ipynb) leaves the single device. It first asks what it costs to add numbers that live in different places.

@@ -56,12 +56,13 @@ plots.key_ring(quarters.grid())
 # %% [markdown]
 # ## Can a query meet its keys one rank at a time?
 #
-# In lab 06 the keys were cut into blocks. Each block gives an output and the log-sum-exp (lse) of its scores, and `flash.merge` makes of two such pairs the pair
-# of both blocks together. Where a block was computed does not matter.
+# In lab 06 the keys were cut into blocks. Each block gives an output and the log-sum-exp (lse) of its scores, and `flash.merge` turns two such pairs into the pair of
+# both blocks together. Where a block was computed does not matter.
 #
-# In a step each of N ranks starts to send its keys and values to the next rank, and to receive those of the rank before. Then it computes with what it has, merges, and waits for the
-# messages. `comm.isend(x, dst)` and `comm.irecv(out, src)` begin a message and return at once; `wait()` on what they
-# return ends it, and gives `out`.
+# In a step of the ring each rank starts two messages: it sends the keys and values that it holds to the next rank, and receives those of the rank before. Meanwhile it
+# computes with what it holds, and merges. Then it waits for the messages.
+#
+# `comm.isend(x, dst)` and `comm.irecv(out, src)` begin a message and return at once; `wait()` on what they return ends it, and gives `out`.
 #
 # What a rank computes in a step is a list of *tiles*. Those of rank 2 with the keys of rank 1, and with its own:
 
@@ -69,8 +70,8 @@ plots.key_ring(quarters.grid())
 list(quarters.tiles(rank=2, holder=1)), list(quarters.tiles(rank=2, holder=2))
 
 # %% [markdown]
-# `rows` are places among the tokens of rank 2, `columns` among those of the holder. Query i of `rows` sees key j of `columns` where j ≤ i + `offset`. Offset 0 is the usual
-# triangle, offset 4 is a square of 4 × 4 in which everything is seen.
+# `rows` are places among the tokens of rank 2, `columns` among those of the holder, the rank whose keys these are. Query i of `rows` sees key j of `columns` where j ≤
+# i + `offset`. Offset 0 is the usual triangle; offset 4 is a square of 4 × 4 in which everything is seen.
 #
 # ### Exercise 11.1 · Pass the keys round (25 min, ●●○)
 #
@@ -96,9 +97,11 @@ hint("context_parallel/ring", 1)
 show(context_parallel.ring)
 
 # %% [markdown]
-# **Backward** the keys go round once more. With lse over *all* keys, $P_{ij} = e^{s_{ij} - \text{lse}_i}$ (lab 06) gives a tile its part of the whole softmax, so each
-# tile's gradients are right by themselves. $dQ$ stays with the queries. $dK$ and $dV$ collect from every rank, and have to come home: the sums follow their
-# keys one rank behind, and the owner adds its own part at home.
+# **Backward** the keys go round once more. Each tile's gradients are right by themselves: with lse over *all* keys, $P_{ij} = e^{s_{ij} - \text{lse}_i}$ (lab 06) is
+# that tile's part of the whole softmax.
+#
+# $dQ$ stays with the queries. $dK$ and $dV$ collect from every rank, and have to come home: the sums follow their keys one rank behind, and the owner adds its own
+# part at home.
 #
 # > Keys and values travel in bf16, the sums of their gradients in fp32. How many times the bytes of the forward pass does the backward pass send?
 
@@ -123,8 +126,8 @@ share = sent.by("name")
 reveal("ring/backward", times=share["ring backward"] / share["ring forward"])
 
 # %% [markdown]
-# Is the formula what is sent? A small model with RoPE and two key–value heads trains on four ranks, then rank 2 alone in a dry run. `step.build` puts a whole training step
-# together, for any mesh: it also averages the gradients of the four ranks, and the loss.
+# Is the formula what is sent? A small model with RoPE and two key–value heads takes a training step on four ranks. Then rank 2 alone repeats it in a dry run.
+# `step.build` puts a whole training step together, for any mesh: it also averages the gradients of the four ranks, and the loss.
 
 # %%
 sizes = dict(num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_ff=64)
@@ -169,8 +172,9 @@ predict("imbalance/last-rank", times=1.5)
 #
 # $$ \frac{N - \frac12}{N/2} \;=\; \frac{2N-1}{N} $$
 #
-# times the average. On many ranks that nears 2, and half of all devices' time in attention is waiting. The *zig-zag* cuts 2N chunks, and gives rank i the chunks i and 2N − 1 − i, an early one and a
-# late one (as in Llama 3):
+# times the average. On many ranks that nears 2, and half of all devices' time in attention is waiting.
+#
+# The *zig-zag* cuts the sequence into 2N chunks, and gives rank i the chunks i and 2N − 1 − i, an early one and a late one (as in Llama 3):
 
 # %%
 both = {
@@ -191,14 +195,14 @@ zigzag = both["zigzag"]
 [zigzag.work(rank) for rank in range(4)], {zigzag.met(rank) for rank in range(4)}
 
 # %% [markdown]
-# All four ranks have the same work, in total and in every step. The second matters as much, since ranks wait for each other's keys:
+# All four ranks have the same work, in total and in every step. Both matter, since in each step ranks wait for each other's keys:
 
 # %%
 plots.key_ring(zigzag.grid())
 
 # %% [markdown]
-# How much time does that save? Take the attention of one layer of Llama-3.1-8B, forward. Each H100 is in a node of its own, with 40 GB/s to the next one. Its attention reaches 49 % of the peak (assumed: 0.81 of what products reach in lab 09, as on a B200). The
-# number in a bar is the rank whose keys are met.
+# How much time does that save? Take the attention of one layer of Llama-3.1-8B, forward. Each H100 is in a node of its own, with 40 GB/s to the next one. Its
+# attention reaches 49 % of the peak. (That is assumed: 0.81 of what products reach in lab 09, as on a B200.) The number in a bar is the rank whose keys are met.
 
 # %%
 h100 = Hardware.named("H100")
@@ -270,7 +274,10 @@ for link, found in lines.items():
     print(f"{link}, from {least[link]:.0f} tokens on:", [round(x, 2) for x in found])
 
 # %% [markdown]
-# The lines are the formula: of eight steps seven take max(1, least/T) times their computing, and the last one sends nothing. The dots are simulated time lines. Above the least number of tokens the factor is 1.00. What if the ring waited *before* it computed?
+# Above the least number of tokens the factor is 1.00. The lines are the formula: of eight steps seven take max(1, least/T) times their computing, and the last one
+# sends nothing. The dots are simulated time lines.
+#
+# What if the ring waited *before* it computed?
 
 # %%
 for count in (8192, 32_768):
@@ -278,7 +285,10 @@ for count in (8192, 32_768):
     print(f"{count:6} tokens: {waits:.2f} times the computing alone")
 
 # %% [markdown]
-# The backward pass computes 2.5 times as much (lab 06) and sends 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop, which brings the sums home, has nothing left to hide behind. This is a model: ranks alike, no latency, nothing else on the links.
+# The backward pass computes 2.5 times as much (lab 06) and sends 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop, which brings the sums
+# home, has nothing left to hide behind.
+#
+# All this is a model: ranks alike, no latency, nothing else on the links.
 
 # %% [markdown]
 # ## What must a rank be told about its tokens?
@@ -288,12 +298,13 @@ for count in (8192, 32_768):
 # | what | a rank alone would | so |
 # |---|---|---|
 # | positions (RoPE, or learned) | count its tokens from 0 | it takes the rows `whole.positions(rank)` of the tables |
-# | labels | take the next of *its* tokens, which at a chunk's end is another rank's | shift the sequence first, then split tokens and labels alike: `distribute` gives a GPT that is called with whole sequences |
+# | labels | take the next of *its* tokens, where at a chunk's end the right one is another rank's | shift the sequence first, then split tokens and labels alike: `distribute` gives a GPT that is called with whole sequences |
 # | loss | average over *its* targets | sum, divided by the targets of all: ranks may have different numbers of targets that count (lab 05) |
 # | gradients | have those of its own tokens | a mean over `("dp", "cp")`, as if all were replicas |
 #
-# `distribute` does the first two, `mean_loss` the third, and `data_parallel.replicate` over the joint axis the fourth. The test: two sequences on each of two dp ranks, every sequence
-# over two cp ranks, some targets ignored; three steps of AdamW in float64:
+# `distribute` does the first two, `mean_loss` the third, and `data_parallel.replicate` over the joint axis the fourth.
+#
+# The test takes three steps of AdamW in float64. Each of two dp ranks has two sequences, every sequence is cut over two cp ranks, and some targets are ignored:
 
 # %%
 targets[0, 3:9] = targets[1, 20:] = targets[2, 9:30] = targets[3, :6] = -100
@@ -386,7 +397,7 @@ def its_test(rank):
 f"{world.run(its_test)[0]:.3f}, and in one place {plain().loss(tokens, tokens):.3f}"
 
 # %% [markdown]
-# They agree: the test passes. Could it fail? The same fresh model, with zeros in place of attention's outputs:
+# They agree: the test passes. Could it fail? Here is the same fresh model, with zeros in place of attention's outputs:
 
 # %%
 blind = plain()
@@ -424,8 +435,8 @@ show(context_parallel.mean_loss)
 predict("kept/of-16", times=12)
 
 # %% [markdown]
-# Keys that pass are used and dropped. A rank keeps q, k, v, output and lse of its own tokens. So it keeps what a model of s/N tokens keeps (lab 03), its
-# rows of the RoPE tables, and the number of all targets.
+# Keys that pass are used and dropped. A rank keeps q, k, v, output and lse of its own tokens. So it keeps what a model keeps that reads s/N tokens (lab 03), its rows
+# of the RoPE tables, and the number of all targets.
 #
 # The dry run takes the last of N ranks, at full width and length, with one of the 32 layers. `block` says how large a tile of scores may be. Fake tensors have no values to store, so it may be as large as the sequence.
 
@@ -452,7 +463,7 @@ for n in (1, 2, 4, 8, 16):
     print(f"{n:5}  {kept:16,} B  {kept - batch - formula:11}  {units.text(whole):>20}")
 
 # %% [markdown]
-# The last column is less than 32 times the one layer's bytes: these include log-probabilities, which a model has only once.
+# The last column is less than 32 times the bytes of the one layer, because these include log-probabilities, which a model has only once.
 
 # %%
 by_1, by_16 = (formulas.activations(llama, bf16, Mesh(cp=n)).total for n in (1, 16))
@@ -467,14 +478,19 @@ for level in (0, 3):
     print(f"states, ZeRO-{level}", units.text(held), "and both", both)
 
 # %% [markdown]
-# **Of what a rank holds, context parallelism divides activations alone.** Every rank holds all states, and with activations that is 190 GB, too much for an H100. So the same ranks shard the states, by ZeRO-3 over `("dp", "cp")` (lab 09): 69.6 GB. The peak is higher: in the backward pass of the head come gathered weights, their gradients and those of the logits, 75.5 GB by `predict.peak`, for a rank with as many tokens. 80 GB hold that barely. With recomputation (lab 04) far fewer ranks would do, but a ring then goes round three times, and sends a quarter more.
+# **Of what a rank holds, context parallelism divides activations alone.** Every rank holds all states, and with activations that is 190 GB, too much for an H100.
+#
+# So the same ranks shard the states, by ZeRO-3 over `("dp", "cp")` (lab 09). States and activations are then 69.6 GB. The peak is higher, because in the backward pass of the head come
+# gathered weights, their gradients and those of the logits. By `predict.peak`, for a rank with as many tokens, it is 75.5 GB, which 80 GB barely hold.
 #   <!-- claim: claims.peak_of_8192_tokens_on_16_ranks() == 75.5 -->
+#
+# With recomputation (lab 04) far fewer ranks would do. But then keys go round three times, and the ring sends a quarter more.
 
 # %% [markdown]
 # ## Further: or trade tokens for heads?
 #
-# Heads do not meet in attention. So *Ulysses* trades tokens for heads: before attention, each rank gives away its tokens of the other ranks' heads, and gets all tokens of
-# its own heads. That is an all-to-all (lab 07). After attention another one takes everything back.
+# In attention each head works alone. So *Ulysses* trades tokens for heads. Before attention, each rank sends the others their heads of its tokens, and gets its own
+# heads of all tokens. That is an all-to-all (lab 07). After attention another one takes everything back.
 #
 # ### Exercise 11.3 · Trade tokens for heads (8 min, ●●○)
 #
@@ -503,7 +519,8 @@ show(context_parallel.heads_for_tokens)
 predict("ring/over-ulysses", times=1)
 
 # %% [markdown]
-# Ulysses moves queries and outputs of a heads, and keys and values of g heads; on more ranks than that, key–value heads are copied until there are N. A rank keeps 1/N of what it moves:
+# Ulysses moves queries and outputs of a heads, and keys and values of g heads. On more ranks than g, key–value heads are copied until there are N. A rank keeps 1/N of
+# what it moves, and sends the rest:
 #
 # $$ \underbrace{\bigl(2a + 2\max(g, N)\bigr)\,\frac{s}{N}\,d\,e\cdot\frac{N-1}{N}}_{\text{Ulysses}} \qquad \underbrace{2\,g\,\frac{s}{N}\,d\,e\cdot(N-1)}_{\text{ring}} $$
 
@@ -528,12 +545,15 @@ reveal("ring/over-ulysses", times=ratio[8])
 {n: round(times, 2) for n, times in ratio.items()}
 
 # %% [markdown]
-# **Forward**, for N up to g, both are equal at N = a/g + 1, here five ranks. **Backward** the ring sends three times its forward bytes (keys and values, with fp32 sums of their gradients), and Ulysses sends
-# what it sent forward. So a training step sends 4 × the ring's forward bytes against 2 × those of Ulysses. They are equal at
+# **Forward, the ring sends less on few ranks and more on many.** For N up to g both send the same at N = a/g + 1, here five ranks.
 #
-# $$ 4\cdot 2g\,(N-1) \;=\; 2\,(2a+2g)\,\frac{N-1}{N} \quad\Longleftrightarrow\quad N \;=\; \frac{1}{2}\Bigl(\frac{a}{g}+1\Bigr), $$
+# **In a training step of Llama-3.1-8B the ring sends more from three ranks on.** Backward it sends three times its forward bytes (keys and values, with fp32 sums of
+# their gradients), and Ulysses sends what it sent forward. So a step of the ring sends 4 × its forward bytes, and a step of Ulysses 2 × its own. They are equal at
 #
-# with four query heads per key–value head at two and a half ranks. (With sums in bf16 a step of the ring would send 3 × its forward bytes, on 8 ranks 2.4 times a step of Ulysses.) A step's bytes, ring over Ulysses, by the number of ranks:
+# $$ 4\cdot 2g\,(N-1) \;=\; 2\,(2a+2g)\,\frac{N-1}{N} \quad\Longleftrightarrow\quad N \;=\; \frac{1}{2}\Bigl(\frac{a}{g}+1\Bigr). $$
+#
+# With four query heads per key–value head that is at two and a half ranks. (With sums in bf16 a step of the ring would send 3 × its forward bytes, on 8 ranks 2.4
+# times a step of Ulysses.) A step's bytes, ring over Ulysses, by the number of ranks:
 
 # %%
 {
@@ -542,18 +562,35 @@ reveal("ring/over-ulysses", times=ratio[8])
 }
 
 # %% [markdown]
-# On four ranks the ring sends less forward, and 1.6 times as much in a step. Ulysses also computes with one kernel over the whole sequence. Against it: attention waits for the exchange, and there are no more ranks than heads.
+# So on four ranks the ring sends less forward, but 1.6 times as much in a step. Ulysses has another advantage: it computes with one kernel over the whole sequence.
+# And it has two drawbacks: attention waits for the exchange, and there are no more ranks than heads.
 #
-# **Or gather all keys.** A third way sends forward what the ring sends, in one all-gather before attention. The backward pass gathers keys and values again, unless they were kept, and ends with a reduce-scatter of their gradients. In this simplest form nothing overlaps, and a rank holds all keys and values of one layer. Llama 3 405B was trained like that: 131,072 tokens on 16 ranks, times eight of tensor parallelism.
-# Its report gives two reasons (section 3.3.2): document masks are simple when all keys are there, and with grouped queries the keys are small. Would you?
+# Is Ulysses right, too? After three steps of training the weights equal those of one device, and every byte that a step sends is in the formula:
+
+# %%
+four = dataclasses.replace(four, attention="ulysses")
+world.run(one_step, four, tokens, targets)
+sent = formulas.sent(config, four, world.mesh, rank=2)
+is_right(grid.run(trained, "ulysses")), sent.diff(world.ledger.only(rank=2)).unexplained
+
+# %% [markdown]
+# ### Or gather all keys?
 #
-# > Llama-3.1-405B has 128 query heads and 8 key–value heads. Without tensor parallelism a ring of 16 ranks sends 1.8 times the bytes of Ulysses in a training step. How many times, if eight ranks of `tp` share out the heads first (lab 10)?
+# A third way sends forward what the ring sends, but in one all-gather before attention. The backward pass gathers keys and values again, unless they were kept, and
+# ends with a reduce-scatter of their gradients. In this simplest form nothing overlaps, and a rank holds all keys and values of one layer.
+#
+# Llama 3 405B was trained like that: 131,072 tokens on 16 ranks, times eight of tensor parallelism. Its report gives two reasons (section 3.3.2). A *document mask*,
+# under which tokens attend within their own document only, is simple when all keys are there; and with grouped queries the keys are small. Would you decide so, too?
+#
+# > Llama-3.1-405B has 128 query heads and 8 key–value heads. Without tensor parallelism a ring of 16 ranks sends 1.8 times the bytes of Ulysses in a training step.
+# > How many times is it if eight ranks of `tp` share out the heads first (lab 10)?
 
 # %%
 predict("llama-405b/ring-over-ulysses", times=1.8)
 
 # %% [markdown]
-# Compare the three in a step of one layer, with 40 GB/s per rank. Do the hops of the ring hide? Backward a hop carries keys, values and the fp32 sums of their gradients. The last hop, of sums alone, has nothing to hide behind; the others:
+# Compare the three in a training step of one layer, with 40 GB/s per rank. First, do the hops of the ring hide? Backward is the harder case: with the fp32 sums of
+# gradients a hop carries 3 times the bytes, and computing takes 2.5 times as long. How long do the two take?
 
 # %%
 big = dataclasses.replace(ModelConfig.named("llama-3.1-405b"), seq_len=131_072)
@@ -564,7 +601,10 @@ carries, during = 3 * 8 * one_head / 16 / bw, attend * 2.5 / 3.5 / 16
 print(f"a hop backward: {1e3 * carries:.1f} ms, behind {1e3 * during:.1f} ms")
 
 # %% [markdown]
-# They hide. So the ring waits for its last hop, and the other two wait for all that they send. In the table, "of attention" is that wait over attention's computing, and "of all" over all that a rank computes for a layer. "Holds" is what a rank has of keys, values and their gradients at the fullest moment, in the backward pass:
+# They hide. Only the last hop, of sums alone, has nothing to hide behind. So the ring waits for that hop, and the other two wait for all that they send.
+#
+# The table divides this wait by the time that attention computes ("of attention"), and by all that a rank computes for a layer ("of all"). "Holds" is what a rank has
+# of keys, values and their gradients at the fullest moment, in the backward pass:
 
 
 # %%
@@ -595,14 +635,20 @@ for tp in (1, 8):
 reveal("llama-405b/ring-over-ulysses", times=round(ring_sends / ulysses_sends, 2))
 
 # %% [markdown]
-# **With eight ranks of tensor parallelism all three send the same here.** Ring and all-gather send keys, of which a rank now has one head in place of eight. Ulysses gains less: 16 ranks need 16 key–value heads, so the only one is copied 16 times. (The bytes are equal because a rank has as many query heads as cp has ranks, 16; on fewer ranks of cp the ring sends less than Ulysses.)
+# **With eight ranks of tensor parallelism all three send the same here.** Ring and all-gather send an eighth of what they sent, since a rank has one key–value head in
+# place of eight. Ulysses gains less. Its 16 ranks need 16 key–value heads, so the only one is copied 16 times.
 #
-# So all-gather and Ulysses wait a fifth of the time that attention computes, a tenth of what the whole layer does; the ring hardly waits. (Not counted is what the ring pays: 16 small products in place of one large, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks that stay simple.
+# (The bytes are equal because a rank has as many query heads as cp has ranks, 16. On fewer ranks of cp the ring sends less than Ulysses.)
 #
-# Even without tp the ring waits less than Ulysses in this table. It hides down to 1,528 tokens per rank forward, and 1.2 times as many backward.
+# **The waits are not the same.** All-gather and Ulysses wait a fifth of the time that attention computes, or a tenth of what the whole layer does. The ring hardly
+# waits. (What the ring pays is not counted: 16 small products in place of a large one, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks
+# that stay simple.
+#
+# Even without tp the ring waits less than Ulysses in this table, because its hops hide. Forward they hide down to 1,528 tokens per rank, and backward down to 1.2
+# times as many.
 #   <!-- claim: (lambda h: round(context_parallel.least_tokens(h.rate("attention"), h.network.bandwidth, groups=8 / 128)))(config.Hardware.named("H100")) == 1528 -->
 #
-# What if a rank has fewer tokens? Llama-3.1-8B on 8 ranks, a step of one layer; each wait over attention's computing:
+# What if a rank has too few tokens for that? Take a step of one layer of Llama-3.1-8B on 8 ranks, without tp. Each wait over attention's computing:
 
 # %%
 def waits_of(count, n=8):
@@ -620,9 +666,11 @@ for count in (2048, 4096, 8192, 16384):
     print(f"{count:6} tokens per rank: ring {ring:.0%}, Ulysses {heads:.0%}")
 
 # %% [markdown]
-# **So count the tokens of a rank.** With enough to hide behind, a ring waits least; with fewer, and without tp, Ulysses does. An all-gather is for simple masks, where memory and wait do not hurt.
+# **So count the tokens of a rank.** With enough tokens to hide behind, a ring waits least. With far fewer, and without tp, Ulysses waits least: here with 4,096 or
+# less. An all-gather is for simple masks, where memory and wait do not hurt.
 #
-# `predict.time` counts a step of any mesh as if nothing overlapped (lab 10), which is true of the all-gather. Does it give the table's wait? Without the latency of 5 µs per message:
+# `predict.time` counts a step of any mesh as if nothing overlapped (lab 10), and in the all-gather nothing does. Does it give the table's wait? Both without the
+# latency of 5 µs per message:
 
 # %%
 no_latency = dataclasses.replace(h100, network=Link(0, bw))
@@ -631,7 +679,11 @@ waits = rows["all-gather"][1]
 print(f"{1e3 * exposed / big.num_layers:.2f} ms, and in the table {1e3 * waits:.2f} ms")
 
 # %% [markdown]
-# **Document masks.** Packed sequences attend within their own document. Is the zig-zag still fair? The work of the busiest of four ranks over the mean, for one document, and for a long one with 0 to 32 of 32 short ones before it. First with one zig-zag through them all, then with each document cut by itself:
+# ### Is the zig-zag fair to packed documents?
+#
+# Documents are packed into one sequence, and each token attends within its own. Take a single document of 131,072 tokens; then one of 65,536 among 32 short ones, of
+# which 0 to 32 stand before it. Here is the work of the busiest of four ranks over the mean, first with one zig-zag through the whole sequence, then with each
+# document cut by itself:
 
 
 # %%
@@ -654,21 +706,17 @@ for k, lengths in before.items():
     print(f"{k:2} before it: {together:.2f}, cut apart {apart:.2f}")
 
 # %% [markdown]
-# One zig-zag balances one triangle: with a long document among short ones the busiest rank computes 1.7 to 2.9 times the mean, depending on where the long one stands. Where each document has a zig-zag of its own, the work is even again, on a ring as well. Transformer Engine does so, and pads each document to a multiple of 2·cp (pull request 2129). The price
-# is that padding, and small tiles: a document of 2,048 tokens on 16 ranks is 32 chunks of 64.
+# **One zig-zag balances one triangle.** With a long document among short ones the busiest rank computes 1.7 to 2.9 times the mean, depending on where the long one
+# stands.
 #
-# After three steps of training with Ulysses the weights equal those of one device, and every byte that a step sends is in the formula:
-
-# %%
-four = dataclasses.replace(four, attention="ulysses")
-world.run(one_step, four, tokens, targets)
-sent = formulas.sent(config, four, world.mesh, rank=2)
-is_right(grid.run(trained, "ulysses")), sent.diff(world.ledger.only(rank=2)).unexplained
+# Where each document has a zig-zag of its own, the work is even again, on a ring as well. Transformer Engine does so, and pads each document to a multiple of 2·cp
+# (pull request 2129). The price is that padding, and small tiles: a document of 2,048 tokens on 16 ranks is 32 chunks of 64.
 
 # %% [markdown]
 # ### Further: with tensor parallelism
 #
-# With tensor parallelism (lab 10) each rank has its heads already, and the ring runs among the ranks that have the *same* heads. Two by two ranks, each with half the tokens of half the heads:
+# With tensor parallelism (lab 10) each rank has its heads already, and the ring runs among the ranks that have the *same* heads. Here are two by two ranks, each with
+# half the tokens of half the heads:
 
 # %%
 q, k, v = torch.randn(3, 1, 4, 16, 8, generator=draw, dtype=torch.float64)
@@ -714,11 +762,11 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # | | how to ask for it | what it does |
 # |---|---|---|
 # | Megatron-LM | `--context-parallel-size 4` | zig-zag; `--cp-comm-type p2p` is the ring, `a2a` Ulysses, `all_gather` gathers keys and values, `a2a+p2p` both on two levels |
-# | torchtitan 0.2.2 | `parallelism.context_parallel_degree` | PyTorch's own, below; `parallelism.context_parallel_rotate_method`, which 0.3 has no more |
+# | torchtitan 0.2.2 | `parallelism.context_parallel_degree` | PyTorch's own, below; `parallelism.context_parallel_rotate_method`, which 0.3 no longer has |
 # | PyTorch | `with context_parallel(mesh, buffers=[…], buffer_seq_dims=[…]):` from `torch.distributed.tensor.experimental` | cuts the buffers (give it the RoPE tables, too) and replaces `scaled_dot_product_attention`; a CUDA device only |
 # | DeepSpeed | `DistributedAttention` around the attention of the model | Ulysses |
 #
-# PyTorch's rotate method is `"allgather"` unless you call `set_rotate_method("alltoall")`: all keys at once, whose memory grows with s.
+# PyTorch's rotate method is `"allgather"` unless you call `set_rotate_method("alltoall")`. `"allgather"` collects all keys at once, so their memory grows with s.
 #
 # Megatron-LM reduces gradients over dp × cp, torchtitan shards over both. To weigh by tokens, Megatron-LM has `--calculate-per-token-loss`.
 
@@ -728,7 +776,7 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # ### Wrong
 #
 # **Table 2 of the Ring Attention paper** (Liu et al., arXiv:2310.01889) lists the least block to hide the ring as F/bw. For an A100 on InfiniBand, 312 TFLOP/s and 12.5 GB/s, it prints 24.5 thousand tokens and 149.5 thousand per host; the <!-- erratum: CP-02 -->
-# ratio is 24.96, and six blocks are 149.76:
+# ratio is 24.96 thousand, and six blocks are 149.76 thousand:
 
 # %%
 312e12 / 12.5e9, 6 * 312e12 / 12.5e9
@@ -756,10 +804,10 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # > - A rank keeps 1/N of the activations: 61.5 GB instead of 984 GB for Llama-3.1-8B at 131,072 tokens on 16 ranks.
 # >   <!-- claim: [round(predict.activations(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention="ring"), config.Mesh(cp=n)).total / 1e9, k) for n, k in ((16, 1), (1, None))] == [61.5, 984] -->
 # > - Positions and the number of targets are those of the whole sequence: each target weighs alike on all cp ranks. Gradients are averaged over ("dp", "cp").
-# > - Ulysses trades tokens for heads, and has no more ranks than heads. On 8 ranks of Llama-3.1-8B a ring sends 1.6 times as much forward and 3.2 times as much in a training step, with fp32 sums of gradients. With enough tokens per rank it hides all but the last hop.
+# > - Ulysses trades tokens for heads, and has no more ranks than heads. On 8 ranks of Llama-3.1-8B a ring sends 1.6 times as much forward and 3.2 times as much in a training step, with fp32 sums of gradients. But with enough tokens per rank the ring hides all but its last hop.
 # >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(name=name).total for way, name in (("ring", "ring forward"), ("ulysses", "all_to_all forward")))) == 1.6 -->
 # >   <!-- claim: round((lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(axis="cp").total for way in ("ring", "ulysses"))), 1) == 3.2 -->
-# > - Tensor parallelism shares out the heads first, and takes away what Ulysses gains: with Llama-3.1-405B's 16 ranks of cp times 8 of tp, ring, Ulysses and an all-gather of keys send the same in a step; on fewer ranks of cp the ring sends less.
+# > - Tensor parallelism shares out the heads first, and takes away what Ulysses gains. With Llama-3.1-405B's 16 ranks of cp times 8 of tp, ring, Ulysses and an all-gather of keys send the same in a step; on fewer ranks of cp the ring sends less.
 # >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-405b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=16, tp=8)).only(axis="cp").total for way in ("ring", "ulysses"))) == 1 -->
 #
 # Next: [lab 12](12_expert_parallel.ipynb) shares out the experts of a layer.

@@ -460,7 +460,7 @@ def key_ring(grid: Mapping[tuple[int, int], tuple[int, int]]) -> Animation:
         idle = [str(rank) for rank, cells in work.items() if not cells]
         said = f"Keys are {now} rank{'s' * (now > 1)} further" if now else "Keys are at home"
         cells = ", ".join(f"{each:g}" for each in work.values())
-        labels.append(f"Step {now + 1} of {n}. {said}. Cells that ranks compute: {cells}.")
+        labels.append(f"Step {now}. {said}. Cells that ranks compute: {cells}.")
         labels[-1] += f" Masked, so skipped: all of rank {', '.join(idle)}." if idle else ""
     return Animation(
         frames,

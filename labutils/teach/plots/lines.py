@@ -394,7 +394,8 @@ def roofline(
     style.in_units(axes.yaxis, "FLOP/s")
     axes.set_ylim(axes.get_ylim()[0] / 3, axes.get_ylim()[1] * 1.6)
     at_most = {name: min(flops, x * bandwidth) for name, x in intensity.items()}
-    _hung(axes, {name: (x, at_most[name]) for name, x in intensity.items()}, colors[first])
+    places = {name: (x, at_most[name]) for name, x in intensity.items()}
+    _hung(axes, places, colors[first], (timed or {}).values())
     for name, rate in (timed or {}).items():
         axes.axhline(rate, color="black", linestyle=":", linewidth=1)
         label = f"{name}: {units.text(rate, 'FLOP/s')}"
@@ -415,20 +416,27 @@ def roofline(
     return Picture(axes.figure, f"Roofline, both axes logarithmic. {said}. On {first}: {told}.")
 
 
-def _hung(axes: Axes, places: Mapping[str, tuple[float, float]], color: str) -> None:
+def _hung(
+    axes: Axes, places: Mapping[str, tuple[float, float]], color: str, across: Collection[float]
+) -> None:
     """Points on a roof, with their names to the lower right.
 
-    From right to left; a name that would reach the last one goes under it.
+    From right to left; a name that would reach the last one goes under it, and so does one that
+    would stand on a line across.
     """
     width, height = style.inches(axes)
     (low, high), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     free_x, free_y = math.inf, math.inf
+    down = sorted(across, reverse=True)
+    lines = [math.log(y / bottom) / math.log(top / bottom) * height for y in down]
     for name, (x, y) in sorted(places.items(), key=lambda item: -item[1][0]):
         axes.plot([x, x], [bottom, y], color=style.FAINT, linewidth=0.8, linestyle=":", zorder=0)
         draw.points(axes, x, y, color)
         at_x = math.log(x / low) / math.log(high / low) * width + 0.07
         at_y = math.log(y / bottom) / math.log(top / bottom) * height - 0.13
         at_y = min(at_y, free_y - 0.16) if at_x + style.width_of(name) > free_x else at_y
+        for line in lines:
+            at_y = line - 0.12 if abs(at_y - line) < 0.12 else at_y
         look: style.Look = {"va": "center", "bbox": {**draw.BLANK, "pad": 0.8}}
         axes.text(at_x / width, at_y / height, name, transform=axes.transAxes, **look)
         free_x, free_y = at_x, at_y
