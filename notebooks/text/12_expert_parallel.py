@@ -292,9 +292,9 @@ formulas.states(full, masters, cluster, rank=43).diff(held)
 # **A rank holds 116 GB, as on 8 ranks:** more blocks are only more copies. That is too much for an H100.
 #
 # ZeRO-2 (lab 09) leaves 26 GB. It divides gradients (in fp32) and optimizer states by 64 where all ranks hold a parameter, and by 8 where it is an expert's, which 8 ranks hold.
+#   <!-- claim: round(predict.states(__import__("dataclasses").replace(config.ModelConfig.named("mixtral-8x7b"), seq_len=4096), config.TrainConfig(micro_batch=1, global_batch=64, attention="sdpa", zero=2), config.Mesh(dp=64, ep=8), rank=43).total / 1e9) == 26 -->
 #
 # Without ZeRO, this is what rank 43 sends in one step:
-#   <!-- claim: round(predict.states(__import__("dataclasses").replace(config.ModelConfig.named("mixtral-8x7b"), seq_len=4096), config.TrainConfig(micro_batch=1, global_batch=64, attention="sdpa", zero=2), config.Mesh(dp=64, ep=8), rank=43).total / 1e9) == 26 -->
 
 # %%
 in_a_step = Ledger(line for line in dry.ledger if line.name != "broadcast")
@@ -352,7 +352,7 @@ for words, how in {
 # %% [markdown]
 # **Part of the skew is there before training.** An untrained router sends its busiest expert twice the mean, where chance would send 1.2 times. The cause is that words repeat, and a word goes almost the same way every time.
 #
-# **With uneven words, the first few steps add the rest.** Four steps at this learning rate, 0.01, lift the busiest expert to 3.5 times the mean; then it slowly falls. At a tenth of the rate it rises later and less, with even words hardly at all.
+# **With uneven words, the first few steps add to it.** Four steps at this learning rate, 0.01, lift the busiest expert to 3.5 times the mean; then it slowly falls. At a tenth of the rate it rises later and less, with even words hardly at all.
 #
 # Here are the words of the last of 300 steps, with nothing for balance:
 

@@ -3,7 +3,7 @@
 #
 # **A model, a cluster and a batch are given. Which plan trains it fastest, does it fit, and how do you know before you order the GPUs?**
 #
-# *90 min, and 40 further · before this: labs 09 to 13a · needs a laptop, no GPU and no network*
+# *90 min, and 45 further · before this: labs 09 to 13a · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -71,7 +71,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# **Planning is buying back the time that memory costs.** With 215 GB on a GPU this job needs no axis but dp: 53.3 s. A plan may use 72 of an H100's 80 GB; the rest is reserve. Within these dp alone has to compute everything again, and takes 70.5 s. With tp beside it a step takes 61.6 s, with all axes 60.8 s. pp or cp beside it does not help.
+# **Planning is buying back the time that memory costs.** With 215 GB on a GPU this job needs no axis but dp: 53.3 s. A plan may use 72 of an H100's 80 GB; the rest is reserve. Within these dp alone has to compute everything again: 70.5 s. With tp beside it a step takes 61.6 s, with all axes 60.8 s. pp or cp beside it does not help.
 #
 # This assumes that messages hide behind computing. If none does, a mix gains more: all axes take 66.1 s, dp with one other 77.4 s.
 #   <!-- claim: (lambda job: (lambda e: (lambda p, s: [round(float(s[chosen].min()), 1) for chosen in ((p.tp == 1) & (p.cp == 1) & (p.pp == 1), (p.cp == 1) & (p.pp == 1), (p.tp == 1) & (p.pp == 1), (p.tp == 1) & (p.cp == 1), p.dp > 0)])(e.plans[e.fits], e.seconds[e.fits]))(planner.search(__import__("dataclasses").replace(job, rates=__import__("dataclasses").replace(job.rates, overlap=0)))))(claims.llama_on_64_h100()) == [77.4, 77.4, 77.4, 77.4, 66.1] -->
@@ -106,7 +106,7 @@ plots.memory_bars(
 )
 
 # %% [markdown]
-# Each axis divides something else. tp divides attention and leaves experts whole, hence the 832 GB. (Megatron-LM's default divides them as well, to 105 GB of states.) ep divides experts alone, pp all weights by layers, cp tokens. Ranks of dp, ep and cp share the optimizer.
+# Each axis divides something else. tp divides attention and leaves experts whole, hence the 832 GB. (Megatron-LM's default divides them, too, to 105 GB of states.) ep divides experts alone, pp all weights by layers, cp tokens. Ranks of dp, ep and cp share the optimizer.
 #
 # One number compares their prices: how many FLOPs does a rank compute for each byte that it sends? The table counts a layer's products, forward and backward. A rank has T tokens of a micro-batch (under cp its share). The model is h wide and has L layers of P weights, with a heads for queries and g for keys, each d wide. An expert is f wide, and a token visits k experts.
 #
@@ -118,11 +118,11 @@ plots.memory_bars(
 # | ep (lab 12) | experts | 8·k·T·h (n−1)/n | 9/4·f · n/(n−1) | wide experts |
 # | pp (lab 13a) | layers | 4·T·h at each cut | 3/2·P·L / (h·n) | layers |
 #
-# A device has such a number as well: its FLOPs per second over a link's bytes per second. An H100 asks for 1,670 FLOPs per byte on NVLink and for 15,000 on one network link. An axis with less sends for longer than it computes.
+# A device has such a number, too: its FLOPs per second over a link's bytes per second. An H100 asks for 1,670 FLOPs per byte on NVLink and for 15,000 on one network link. An axis with less sends for longer than it computes.
 #
 # - **pp, cp, ep** have enough for both links. With eight ranks a 70B model has 1.6 million in a pipeline and 80,000 with Ulysses; Mixtral's experts have 36,900.
 #   <!-- claim: (lambda m: (lambda P: [round(3 / 2 * P * 80 / m.d_model / 8, -5) / 1e6, round(3 / 4 * P / (64 + 8) / 128 * 8 / 7, -3)])(planner.work.shape(m).plain.split))(config.ModelConfig.named("llama-3.1-70b")) == [1.6, 80000] -->
-# - **tp** is near NVLink's limit: 4,476 with eight ranks. Its messages do not hide here, so they add 1,670/4,476 = 37 % to the time of the products. With tp = 4 they add 16 %. That is why `dp16 tp4` takes 8.3 s more than the 53.3 s of `dp64`: 7.2 s are messages.
+# - **tp** is near NVLink's limit: 4,476 with eight ranks. Its messages do not hide here, so they add 1,670/4,476 = 37 % to the time of the products, and 16 % with tp = 4. That is why `dp16 tp4` takes 8.3 s more than the 53.3 s of `dp64`: 7.2 s are messages.
 #   <!-- claim: (lambda m: (lambda P: [round(3 * P / 10 / m.d_model / 7), round(100 * 1670 * 10 * m.d_model * 7 / 3 / P), round(100 * 1670 * 10 * m.d_model * 3 / 3 / P)])(planner.work.shape(m).plain.split))(config.ModelConfig.named("llama-3.1-70b")) == [4476, 37, 16] -->
 #   <!-- claim: (lambda d, t: [round(d.seconds, 1), round(t.seconds - d.seconds, 1), round(t.parts["tp exposed"], 1)])(*(planner.estimate(claims.llama_on_64_h100(), planner.Plan(dp=64 // n, tp=n, micro_batches=8 * n, zero=3)) for n in (1, 4))) == [53.3, 8.3, 7.2] -->
 # - **ZeRO-3** needs tokens. With 8,192 in a micro-batch 64 ranks have 6,241. If cp = 8 leaves a rank 1,024 tokens, they have 780, less than NVLink asks for.
@@ -139,7 +139,7 @@ plots.memory_bars(
 # - *tp = 16 on two nodes* would get all eight links as well, and have 2,089, little more than the 1,880 that it needs. So its products would take hardly longer than its messages, which do not hide.
 #   <!-- claim: (lambda m: round(3 * planner.work.shape(m).plain.split / 10 / m.d_model / 15))(config.ModelConfig.named("llama-3.1-70b")) == 2089 -->
 #
-# Does the planner count the same? The first cell sets three of its counts beside the formulas of the table. (For ep it counts attention's products too.) The second draws its counts for any number of ranks:
+# Does the planner count the same? The first cell compares three of its counts with the formulas of the table. (For ep it counts attention's products too.) The second draws its counts for any number of ranks:
 
 
 # %%
@@ -245,7 +245,7 @@ for rank, measured in zip((0, 1), run.peaks, strict=True):
 #
 # $$ t \;=\; m\Big(\frac{F}{r_F} + \frac{A}{r_A} + \frac{M}{r_M} + \frac{S}{r_S} + K\kappa\Big)_{\text{slowest stage}} +\ \text{bubble} + \text{update}. $$
 #
-# Many calculators have one rate: 6N FLOPs for each token, N being the parameters, over a share of the peak. The data has 22 runs of Megatron-LM on the same eight B200: Llama with 12 layers and DeepSeek-V2 with 4, with tp, cp, ep or pp, and short or long sequences.
+# Many calculators have one rate: 6N FLOPs for each token (N parameters), over a share of the peak. The data has 22 runs of Megatron-LM on the same eight B200: Llama with 12 layers and DeepSeek-V2 with 4, with tp, cp, ep or pp, and short or long sequences.
 #
 # > Take the share from five of these runs. How many percent is the worst of the other 17 off?
 
@@ -290,7 +290,7 @@ for run in five:
 # %% [markdown]
 # ### Exercise 17.2 · Five numbers from five runs (12 min, ●●○)
 #
-# Five runs hardly tell five numbers: errors go into the rates. But you know usual numbers beforehand: shares of a data sheet are right to about 25 %, time per kernel to 70 %. So there are ten equations. Each run says *work · x = seconds*, to 2.5 % of its seconds. Each usual number says *x = usual*, to these shares. Divide each equation by its error, and solve all by least squares.
+# Five runs hardly tell five numbers: errors go into the rates. But you know usual numbers beforehand: shares of a data sheet are right to about 25 %, time per kernel to 70 %. So each run says *work · x = seconds*, to 2.5 % of its seconds. Each usual number says *x = usual*, to these shares. Divide each equation by its error, and solve all by least squares.
 
 
 # %%
@@ -329,7 +329,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# From here on plans within 3 %, the mean error, are a *tie*. (Between two layouts the error may be larger: see below.)
+# From here on plans within 3 %, the mean error, are a *tie*. (Between layouts errors may be larger: see below.)
 
 # %% [markdown]
 # ### Further: whose errors are they?
@@ -415,7 +415,7 @@ print(f"chosen: {len(new)} runs of another layout, mean {left.mean():.1%}")
 # %% [markdown]
 # ### Further: does the formula know every wait?
 #
-# The formula takes the micro-batches of one rank and adds what that rank waits for. A clock, `predict.time`, plays every pass of every rank, one thing after the other. Do they agree? Let only products, attention and messages take time. The clock hides no message, so the formula is printed twice: with all messages hidden, and with none. One chunk in a stage is 1F1B; with more the schedule is interleaved (lab 13a).
+# The formula takes the micro-batches of one rank and adds what that rank waits for. A clock, `predict.time`, plays every pass of every rank, one thing after the other. Do they agree? Let only products, attention and messages take time. The clock hides no message, so the formula is printed twice: with all messages hidden, and with none. With one chunk per stage the schedule is 1F1B, with more it is interleaved (lab 13a).
 
 # %%
 print("chunks  formula: hidden  not hidden  played")
@@ -473,7 +473,7 @@ for found in [every.fastest, *every.best(3)]:
     print(f"{found.seconds:.1f} s {found.peak / 1e9:.1f} GB  {text_of(found.plan)}")
 
 # %% [markdown]
-# First the fastest, then the best three of the ties: most free memory first (in full tenths), then the simplest. (Within 7 %, the worst error above, are 44.) Why not another plan?
+# First the fastest, then three of the ties: most free memory first (in full tenths), then the simplest. (Within 7 %, the worst error above, are 44.) Why not another plan?
 #   <!-- claim: (lambda e: int((e.fits & (e.seconds <= 1.07 * e.fastest.seconds)).sum()))(planner.search(claims.llama_on_64_h100())) == 44 -->
 
 
@@ -491,7 +491,7 @@ consider(llama, tp=8, dp=8, zero=3)
 consider(llama, tp=16, dp=4)
 
 # %% [markdown]
-# The third plan is what many would write first: tp in the node, pp across. It waits 18 s for tp. In the fourth, ZeRO-3 gathers all weights twice in each of 64 micro-batches.
+# The third plan is what many would write first: tp in the node, pp across. It waits for tp. In the fourth, ZeRO-3 gathers all weights twice in each of 64 micro-batches.
 
 # %% [markdown]
 # ### Further: memory against time, and what one more buys
@@ -759,7 +759,7 @@ print(export("megatron", llama, fastest[0].plan))
 # %% [markdown]
 # ## Summary
 #
-# > - Every axis divides something else, and stops where a rank computes too little for each byte that it sends. ZeRO-3 needs tokens, tp width. ZeRO-3 on 64 ranks, with 8,192 tokens, has 6,241 FLOP per byte; an H100 asks for 1,670 on NVLink, 15,000 on one network link.
+# > - Every axis divides something else, and stops where a rank computes too little for each byte that it sends. ZeRO-3 needs tokens, tp width. ZeRO-3 on 64 ranks, with 8,192 tokens, has 6,241 FLOP per byte; an H100 asks for 1,670 on NVLink.
 # >   <!-- claim: (lambda r: round(r.products / r.link))(planner.Rates.of(config.Hardware.named("H100"))) == 1670 -->
 # > - A plan fails where the fullest rank is full: count it with its own layers, its own micro-batches, and every axis.
 # > - Five numbers, fitted to five runs, predict 17 others with a mean error of 2.9 % (7.3 % at worst). One rate, with attention counted, has 18 % (44 %); five usual rates with one fitted factor have 3.9 % (7.7 %).
