@@ -122,7 +122,7 @@ plots.memory_bars(
 #
 # - **pp, cp, ep** have enough for both links. With eight ranks a 70B model has 1.6 million in a pipeline and 80,000 with Ulysses; Mixtral's experts have 36,900.
 #   <!-- claim: (lambda m: (lambda P: [round(3 / 2 * P * 80 / m.d_model / 8, -5) / 1e6, round(3 / 4 * P / (64 + 8) / 128 * 8 / 7, -3)])(planner.work.shape(m).plain.split))(config.ModelConfig.named("llama-3.1-70b")) == [1.6, 80000] -->
-# - **tp** is near NVLink's limit: 4,476 with eight ranks. Its messages do not hide here, so they add 1,670/4,476 = 37 % to the time of the products, and 16 % with tp = 4. That is why `dp16 tp4` takes 8.3 s more than the 53.3 s of `dp64`: 7.2 s are messages.
+# - **tp** is near NVLink's limit: 4,476 with eight ranks. Its messages do not hide here, so they add 1,670/4,476 = 37 % to the time of the products, and 16 % with tp = 4. That is why `dp16 tp4` takes 8.3 s more than the 53.3 s of `dp64`: 7.2 of them are messages.
 #   <!-- claim: (lambda m: (lambda P: [round(3 * P / 10 / m.d_model / 7), round(100 * 1670 * 10 * m.d_model * 7 / 3 / P), round(100 * 1670 * 10 * m.d_model * 3 / 3 / P)])(planner.work.shape(m).plain.split))(config.ModelConfig.named("llama-3.1-70b")) == [4476, 37, 16] -->
 #   <!-- claim: (lambda d, t: [round(d.seconds, 1), round(t.seconds - d.seconds, 1), round(t.parts["tp exposed"], 1)])(*(planner.estimate(claims.llama_on_64_h100(), planner.Plan(dp=64 // n, tp=n, micro_batches=8 * n, zero=3)) for n in (1, 4))) == [53.3, 8.3, 7.2] -->
 # - **ZeRO-3** needs tokens. With 8,192 in a micro-batch 64 ranks have 6,241. If cp = 8 leaves a rank 1,024 tokens, they have 780, less than NVLink asks for.
@@ -139,7 +139,7 @@ plots.memory_bars(
 # - *tp = 16 on two nodes* would get all eight links as well, and have 2,089, little more than the 1,880 that it needs. So its products would take hardly longer than its messages, which do not hide.
 #   <!-- claim: (lambda m: round(3 * planner.work.shape(m).plain.split / 10 / m.d_model / 15))(config.ModelConfig.named("llama-3.1-70b")) == 2089 -->
 #
-# Does the planner count the same? The first cell compares three of its counts with the formulas of the table. (For ep it counts attention's products too.) The second draws its counts for any number of ranks:
+# Does the planner count the same? The first cell compares three of its counts with the formulas of the table. (For ep the planner counts attention's products too.) The second draws its counts for any number of ranks:
 
 
 # %%
@@ -531,7 +531,7 @@ roomy = every.seconds[every.peaks <= llama.cluster.room + 2 * units.GB].min()
 print(f"{'2 GB more':27} {1 - roomy / every.fastest.seconds:5.1%} shorter")
 
 # %% [markdown]
-# **Faster links buy next to nothing.** The winner waits for messages for 1.1 of its 60.8 s, as long as all others hide.
+# **Faster links buy next to nothing.** The fastest plan waits for messages for 1.1 of its 60.8 s, as long as all others hide.
 #   <!-- claim: (lambda f: round(f.parts["cp exposed"] + f.parts["dp exposed"] + f.parts["pp exposed"], 1))(planner.search(claims.llama_on_64_h100()).fastest) == 1.1 -->
 #
 # **Memory pays in steps.** One GB buys nothing. Two buy 5 %, since another plan then fits.
