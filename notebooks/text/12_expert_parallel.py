@@ -35,7 +35,7 @@ from labutils.world import World
 # %% [markdown]
 # ## The idea in one picture
 #
-# Four ranks read 64 tokens each, and each holds two of eight experts. Every token visits two experts; a router chooses them, here after 40 steps of training. A row says where one rank's tokens go, a bar how many visits one expert has to compute:
+# Four ranks read 64 tokens each, and each rank holds two of eight experts. Every token makes two *visits*, to experts that a router chooses, here after 40 steps of training. A row says where one rank's tokens go, a bar how many visits one expert has to compute:
 
 # %%
 one, learn = World(1), rigs.expert_parallel.train_router
@@ -43,12 +43,12 @@ trained = one.run(learn, seed=0)[0]
 plots.visits(trained.visits(ranks=4))
 
 # %% [markdown]
-# Expert parallelism is **an all-to-all of tokens to the ranks that hold their experts, and an all-to-all of results back.** The data decide how many go where. So the shares are uneven, and all ranks wait for the one whose experts are busiest.
+# Expert parallelism is **an all-to-all of tokens to the ranks that hold their experts, and an all-to-all of results back.** The data decide how many tokens go where. So the shares are uneven, and all ranks wait for the rank whose experts are busiest.
 
 # %% [markdown]
 # ## How does a token choose its experts?
 #
-# A *mixture of experts* is a feed-forward layer in E versions, the experts $f_e$. A small linear layer, the *router*, scores each token x against each expert; the token visits the k that score highest:
+# A *mixture of experts* is a feed-forward layer in E versions, the experts $f_e$. A small linear layer, the *router*, scores each token x against each expert. The token visits the k experts that score highest, and their outputs are added up, weighted by the scores:
 #
 # $$ y \;=\; \sum_{e\,\in\,\text{best } k} w_e\, f_e(x), \qquad w_e \;=\; \frac{s_e}{\sum_{j\,\in\,\text{best } k} s_j}. $$
 #
@@ -67,7 +67,7 @@ reveal("mixtral/parameters", billions=round(mixtral.num_params / 1e9, 1))
 {part: f"{n / 1e9:.2f} billion" for part, n in mixtral.parameters.items() if n > 1e7}
 
 # %% [markdown]
-# Only the feed-forward layers come in eight versions; attention and embeddings are there once. And a token computes with two of the eight:
+# Only the feed-forward layers come in eight versions; attention and embeddings are there once. And of the eight versions a token computes with two:
 
 # %%
 met = mixtral.num_params - mixtral.parameters["feed-forward"] * 6 // 8
@@ -76,7 +76,7 @@ f"a token meets {met / 1e9:.1f} of {mixtral.num_params / 1e9:.1f} billion parame
 # %% [markdown]
 # ### Exercise 12.1 · Choose the experts (10 min, ●○○)
 #
-# `bias` holds one number per expert. It is added to the *scores* to choose experts, and used nowhere else. Later it will balance them.
+# `bias` holds one number per expert. It is added to the *scores* to choose experts, and used nowhere else. Later in this lab it balances the experts.
 
 
 # %%
@@ -113,11 +113,11 @@ for k in (1, 2):
 # %% [markdown]
 # ## How do tokens reach an expert on another rank, and come home?
 #
-# N_e ranks, the mesh axis `ep`, share the E experts: rank 0 holds the first E/N_e, rank 1 the next, and so on. A *visit* is one token at one of its experts. Five steps:
+# N_e ranks, the mesh axis `ep`, share the E experts: rank 0 holds the first E/N_e, rank 1 the next, and so on. A pass through the layer takes five steps:
 #
-# 1. **Count.** Sort the visits by expert. Tell every rank how many come: an all-to-all of E whole numbers.
-# 2. **Dispatch.** Send the rows, an all-to-all with uneven shares.
-# 3. **Compute.** Each expert runs on the rows that have come, on those of each rank or of all ranks at once: it is a product of matrices.
+# 1. **Count.** Sort the visits by expert. Tell every rank how many visits come to its experts: an all-to-all of E whole numbers.
+# 2. **Dispatch.** Send the tokens' rows, an all-to-all with uneven shares.
+# 3. **Compute.** Each expert runs on the rows that have come. It treats every row by itself, so it may take one rank's rows at a time, or all at once.
 # 4. **Combine.** Send the results back, with the shares reversed.
 # 5. **Add up.** Multiply each result by its weight, and add it to its token's row.
 #
@@ -210,7 +210,7 @@ ranks = three.run(spread)
 compare(ranks, whole)
 
 # %% [markdown]
-# It does, the router's gradient included. Now the bytes of one step. The formula takes what the router decided: how many visits each rank sends to each expert.
+# It does, the router's gradient included. Now the bytes of one step. The formula is given what the router decided, how many visits each rank sends to each expert:
 
 # %%
 ranks = three.run(spread, steps=1)
@@ -224,11 +224,11 @@ calls = {line.name: line.count // 2 for line in told.only(rank=0)}  # 2 other ra
 reveal("layer/all-to-alls", calls=sum(calls.values()))
 
 # %% [markdown]
-# Five: one of counts, and four of rows. If the visits are spread evenly, each of the four sends
+# Five: one of counts, and four of rows. If visits are spread evenly over the experts, then in each of these four a rank sends
 #
 # $$ \frac{N_e-1}{N_e}\; k\, b\, s\, h \ \text{numbers} $$
 #
-# from each rank: b·s tokens make k visits each, a row has h numbers, and 1/N_e of the visits stay at home.
+# since its b·s tokens make k visits each, a row has h numbers, and 1/N_e of the visits stay at home.
 
 # %% [markdown]
 # ## Who averages which gradients?
@@ -242,9 +242,9 @@ for axis in ("dp", "ep", "edp"):
     print(f"{axis:4}", sorted({mesh.group(rank, axis) for rank in range(4)}))
 
 # %% [markdown]
-# Attention, norms, embeddings, the router and a shared expert are on all ranks of `dp`, so their gradients are averaged over `dp`. An expert is on the ranks of `edp` alone: of N_d data-parallel ranks, N_d/N_e.
+# Attention, norms, embeddings, the router and a shared expert are on all ranks of `dp`, so their gradients are averaged over `dp`. An expert is only on the ranks of `edp`, N_d/N_e of the N_d data-parallel ranks, so its gradient is averaged over those.
 #
-# An expert's gradient comes from all tokens of its block already. Each rank's loss is a mean over its own tokens, so this gradient is a sum of N_e means, N_e times too large. Therefore the backward pass of `combine` divides by N_e before gradients reach the experts, and that of `dispatch` multiplies by N_e again, for the tokens. Then each group divides by its own size:
+# **Before that, an expert's gradient is N_e times too large.** It comes from the tokens of all N_e ranks of a block. Each rank's loss is a mean over its own tokens, so the gradient is a sum of N_e means. Therefore the backward pass of `combine` divides by N_e before gradients reach the experts. That of `dispatch` multiplies by N_e again, for the gradients of tokens. Then each group of ranks divides by its own size:
 
 # %%
 show(expert_parallel.reduce_gradients)
@@ -253,7 +253,7 @@ show(expert_parallel.reduce_gradients)
 compare(World(mesh).run(spread), whole)
 
 # %% [markdown]
-# A mean over the wrong group raises no error by itself, since shapes and names agree: `experts.0` is expert 0 on rank 0 and expert 3 on rank 1.
+# A mean over the wrong group raises no error by itself, since shapes and names agree where the experts differ: `experts.0` is expert 0 on rank 0 and expert 3 on rank 1.
 
 # %% [markdown]
 # ### Further: what does a rank hold?
@@ -264,7 +264,7 @@ compare(World(mesh).run(spread), whole)
 predict("mixtral/64-ranks", GB=14.5)
 
 # %% [markdown]
-# A dry run of rank 43 of 64 answers: all 32 layers, 4,096 tokens, one training step, as `step.build` puts it together (lab 11). A dry run has no data that could decide where tokens go, so you state an assumption: `balanced`, each expert gets equally many.
+# A dry run of rank 43 answers. It takes one training step of all 32 layers on 4,096 tokens, as `step.build` puts it together (lab 11). A dry run has no data that could decide where tokens go. So you state an assumption: with `balanced`, every expert gets equally many.
 
 # %%
 cluster, full = Mesh(dp=64, ep=8), replace(mixtral, seq_len=4096)
@@ -289,22 +289,26 @@ reveal("mixtral/64-ranks", GB=round(held.total / 1e9, 1))
 formulas.states(full, masters, cluster, rank=43).diff(held)
 
 # %% [markdown]
-# The same 116 GB, too much for an H100: more blocks are more copies. ZeRO-2 (lab 09) leaves 26 GB: it divides gradients (in fp32) and optimizer states by 64 where all ranks hold a parameter, and by 8 where it is an expert's. And this is what rank 43 sends in one step, without ZeRO:
+# **A rank holds 116 GB, as on 8 ranks:** more blocks are only more copies. That is too much for an H100.
+#
+# ZeRO-2 (lab 09) leaves 26 GB. It divides gradients (in fp32) and optimizer states by 64 where all ranks hold a parameter, and by 8 where it is an expert's, which 8 ranks hold.
 #   <!-- claim: round(predict.states(__import__("dataclasses").replace(config.ModelConfig.named("mixtral-8x7b"), seq_len=4096), config.TrainConfig(micro_batch=1, global_batch=64, attention="sdpa", zero=2), config.Mesh(dp=64, ep=8), rank=43).total / 1e9) == 26 -->
+#
+# Without ZeRO, this is what rank 43 sends in one step:
 
 # %%
 in_a_step = Ledger(line for line in dry.ledger if line.name != "broadcast")
 formulas.sent(full, masters, cluster, rank=43).diff(in_a_step)
 
 # %% [markdown]
-# Seven eighths of these bytes are gradients: held in bf16, 14.5 GB, but summed in fp32 (lab 08). With one micro-batch of 4,096 tokens per rank, averaging the experts costs five times as many bytes as all their all-to-alls. (`dp_cp` and `pp_dp_cp` are products of axes, of which here only dp has more than one rank.)
+# **Seven eighths of these bytes are gradients.** The rank holds 14.5 GB of them in bf16. But they are summed in fp32 (lab 08), and a ring sends nearly twice what it sums (lab 07). So with one micro-batch of 4,096 tokens per rank, averaging the experts costs five times as many bytes as all their all-to-alls. (Of the axes in `dp_cp` and `pp_dp_cp` only dp has more than one rank here.)
 
 # %% [markdown]
 # ## What if all tokens want the same expert?
 #
-# The model of the first picture learns a synthetic language of 16 words, of which few are frequent. The next word depends on the last two *together*, so guessing it takes a feed-forward layer. With k = 2 of 8 the busiest expert can have at most four times the mean.
+# The model of the first picture learns a synthetic language of 16 words, of which few are frequent. The next word depends on the last two *together*, so guessing it takes a feed-forward layer. A token visits an expert once at most. So with k = 2 of 8 the busiest expert can have at most four times the mean.
 #
-# > How many times the mean does the busiest have in the last 50 of 300 steps, averaged over eight seeds?
+# > How many times the mean does the busiest expert have in the last 50 of 300 steps, averaged over eight seeds?
 
 # %%
 predict("unbalanced/busiest", times=1.5)
@@ -330,7 +334,9 @@ for way in ("nothing", "words equally frequent", "α = 0.1"):
     print(f"{way:22} {sum(ends(way, 'busiest')) / 8:.1f} times the mean")
 
 # %% [markdown]
-# Remove either, and most of the skew is gone. So it takes both. (Of experts drawn by chance the busiest has 1.2 times the mean in a batch of this size.) When does the skew come?
+# **It takes both.** Remove either, and most of the skew is gone. (If experts were drawn by chance, the busiest would have 1.2 times the mean in a batch of this size.)
+#
+# When does the skew come?
 
 # %%
 print("step                    ", "   1    4   10   40")
@@ -344,7 +350,11 @@ for words, how in {
     print(f"{words:27}", *(f"{times:.1f} " for times in means))
 
 # %% [markdown]
-# Even an untrained router sends its busiest expert twice the mean, where chance would send 1.2 times: words repeat, and each goes the same way every time. Four steps of training at this learning rate, 0.01, lift that to 3.5; then it slowly falls. With even words it hardly rises; at a tenth of the rate, later and less. Here are the words of the last of 300 steps, with nothing for balance:
+# **Part of the skew is there before training.** An untrained router sends its busiest expert twice the mean, where chance would send 1.2 times. The cause is that words repeat, and a word goes almost the same way every time.
+#
+# **With uneven words, the first few steps add to it.** Four steps at this learning rate, 0.01, lift the busiest expert to 3.5 times the mean; then it slowly falls. At a tenth of the rate it rises later and less, with even words hardly at all.
+#
+# Here are the words of the last of 300 steps, with nothing for balance:
 
 # %%
 by_word = record["nothing"][0]["words"]
@@ -353,16 +363,16 @@ names = [*(f"word {i}" for i in range(5)), "11 others"]
 plots.visits([*by_word[:5], rare], names=names)
 
 # %% [markdown]
-# In this run each frequent word keeps mostly to two or three experts, whatever stands before them (two are the fewest that k = 2 allows). The rare words go where frequent ones go. Experts 0 and 2 get one visit of 512 between them: in this step they learn next to nothing.
+# In this run each frequent word keeps mostly to two or three experts, whatever word stands before it. (Two are the fewest that k = 2 allows.) The rare words go where frequent words go. Experts 0 and 2 together get one visit of 512, so in this step they learn next to nothing.
 
 # %% [markdown]
 # **A balance loss** is added to the loss, times α:
 #
 # $$ E\sum_e v_e\,P_e, \qquad v_e = \text{share of visits}, \quad P_e = \text{mean probability}. $$
 #
-# It is 1 where visits and probabilities are even, and E/k where the router is certain that all tokens want the same k experts. Counts have no gradient: it flows through P alone, and lowers the probability of the experts whose share v is high.
+# The sum is 1 where visits and probabilities are even, and E/k where the router is certain that all tokens want the same k experts. Counts have no gradient, so the loss's gradient flows through P alone. It lowers the probability of the experts whose share v is high.
 #
-# **A bias** (DeepSeek-V3) touches no gradient: it helps to choose experts, and weighs nothing. After each step it falls by γ for every expert that was asked for more often than the mean, and rises by γ for the others (γ is 0.01 in these runs, 0.001 in DeepSeek-V3). Runs with a bias have sigmoid scores.
+# **A bias** (DeepSeek-V3) balances without a gradient: it is added where experts are chosen, and enters no weight w (exercise 12.1). After each step the bias of every expert that was asked for more often than the mean falls by γ; that of the others rises by γ. (γ is 0.01 in these runs, 0.001 in DeepSeek-V3.) Runs with a bias have sigmoid scores.
 
 # %%
 show(expert_parallel.update_bias)
@@ -382,12 +392,14 @@ for way in ("sigmoid scores", *ways[1:]):
     print(f"{way:15}", *(f"{times:.1f}" for times in ends(way, "busiest")))
 
 # %% [markdown]
-# It is the bias that helps: with a bias of 0 sigmoid scores are as uneven as softmax scores. And α has to be tuned: with 0.01, the value of Switch Transformers, two seeds of eight still have more than twice the mean after 300 steps. (Switch's runs are far longer.)
+# **It is the bias that helps, not the sigmoid.** With a bias of 0 ("sigmoid scores") the visits are as uneven as with softmax scores.
+#
+# **And α has to be tuned.** Switch Transformers' value is 0.01. With it the busiest expert still has more than twice the mean in two seeds of eight, at the end of 300 steps. (Switch's runs are far longer.)
 
 # %% [markdown]
 # ### Further: what does dropping cost?
 #
-# *Dropping* sets a limit: an expert has room for ⌈c·T·k/E⌉ visits from each rank, where T is the tokens of a rank and c the *capacity factor*. Visits that come later are dropped. A token that loses all its visits goes on with the residual stream alone.
+# *Dropping* sets a limit. From a rank with T tokens an expert has room for c times the mean, that is ⌈c·T·k/E⌉ visits; c is the *capacity factor*. Visits that come later are dropped. A token that loses all its visits goes on with the residual stream alone.
 #
 # > With c = 1.25 and nothing for balance, what percentage of all visits is dropped?
 
@@ -399,7 +411,7 @@ lost = sum(ends("dropping", "dropped")) / 8
 reveal("dropping/visits", percent=round(100 * lost))
 
 # %% [markdown]
-# What does that cost? Each loss is compared, in nats, with that of the same seed with nothing dropped and nothing for balance; the standard error is over eight seeds. The last row is a control that must show harm: room for one visit where the mean is 64.
+# What does that cost? Each row says by how many nats the loss is higher than in the run of the same seed with nothing dropped and nothing for balance (± standard error over eight seeds). The last row is a control that must show harm: an expert has room for one visit, where the mean is 64.
 
 # %%
 for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for nothing"):
@@ -410,10 +422,13 @@ for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for no
     print(f"   loss {more:+.2f} ± {error:.2f}, higher in {higher} of 8")
 
 # %% [markdown]
-# The control loses a third of a nat: that is what experts are worth here. Great harm would show. With nothing for balance 29 % of all visits are dropped, and the loss is 0.06 ± 0.05 higher, in six seeds of eight: that may be chance.
-# With a balance loss there is next to nothing to drop. What balance surely buys is time: with twice the visits on one *rank* a layer's experts take nearly twice as long (below).
+# **Great harm would show.** The control drops nearly all visits and loses a third of a nat: that is what experts are worth here.
 #
-# And c = 1, with no room to spare? Even a fair but random router sends some experts more than the mean. This is the share of visits dropped, where the mean is 64 visits, and 4096:
+# **The harm of dropping 29 %, with nothing for balance, may be chance.** The loss is higher by 0.06 ± 0.05, in six seeds of eight.
+#
+# **What balance surely buys is time.** With a balance loss there is next to nothing to drop. And with twice the visits on one *rank* a layer's experts take nearly twice as long (below).
+#
+# How much is dropped at c = 1, with no room to spare? Even a router that draws all experts equally often sends some more than the mean, by chance. This is the share of its visits that is dropped, where the mean is 64 visits, and 4,096:
 
 # %%
 draw = torch.Generator().manual_seed(0)
@@ -425,13 +440,17 @@ for mean in (64, 4096):
         print(f"{mean:5} visits, c = {c:4}: {over:6.2%} dropped")
 
 # %% [markdown]
-# At c = 1 that is about 0.37/√mean: half of the experts are over the mean, and their excess, shared out among all, is 0.4 standard deviations of 0.94·√mean. So the quarter of room that c = 1.25 adds is for chance where a rank has few tokens. With many tokens it is for what the router has not learned: if the busiest expert has 1.3 times the mean, it alone drops 3.8 % of all visits at c = 1, and 0.6 % at 1.25.
+# **At c = 1, chance alone drops about 0.37/√mean of the visits.** The visits of an expert scatter around the mean with a standard deviation of √(7/8 · mean), or 0.94·√mean. What is above the mean is dropped. This excess, counted as 0 for an expert below the mean, averages 0.4 standard deviations, or 0.37·√mean visits.
+#
+# So the extra quarter of room at c = 1.25 is for chance only where a rank has few tokens. With many tokens it is for what the router has not learned. A busiest expert with 1.3 times the mean alone drops (1.3 − 1)/8 = 3.8 % of all visits at c = 1, and (1.3 − 1.25)/8 = 0.6 % at 1.25.
 #   <!-- arithmetic: [round(100 * (1.3 - c) / 8, 1) for c in (1, 1.25)] == [3.8, 0.6] -->
 
 # %% [markdown]
 # ### Further: what holds a router's logits?
 #
-# A softmax stays the same if one number is added to all logits of a token. So neither the model's loss nor a balance loss keeps logits from drifting, and in bf16 a drift costs precision (lab 01): around 100, neighbors are half apart. The *z-loss* of ST-MoE holds logits by pulling their sum of exponentials to 1:
+# **Nothing so far keeps a router's logits from drifting.** A softmax stays the same if one number is added to all logits of a token, so neither the model's loss nor a balance loss sees such a drift. But it costs precision in bf16 (lab 01): around 100, neighboring numbers are 0.5 apart.
+#
+# The *z-loss* of ST-MoE holds the logits z of a token t by pulling the sum of their exponentials to 1, so its logarithm ℓ to 0. The cell checks the gradient, where p is the softmax of z:
 #
 # $$ L_z \;=\; \frac1T\sum_t \ell_t^2, \qquad \ell_t = \log\sum_e e^{z_{te}}, \qquad \frac{\partial L_z}{\partial z_{te}} \;=\; \frac{2}{T}\,\ell_t\,p_{te}. $$
 
@@ -444,7 +463,7 @@ of_tokens = made.logsumexp(-1)
 torch.allclose(slope, 2 / 64 * of_tokens.detach()[:, None] * wanted)
 
 # %% [markdown]
-# Here logits without a model begin at 100 and learn given probabilities, without z-loss (the control), with a little of it, and with more:
+# First without a model: all logits begin at 100 and learn given probabilities, without z-loss (the control), with 0.001 times the z-loss, and with 0.01 times:
 
 
 # %%
@@ -465,9 +484,11 @@ for share in (0, 0.001, 0.01):
     print(f", with logits in bf16 by {rough.abs().max():.3f}")
 
 # %% [markdown]
-# Without z-loss nothing brings the logits back: no error in exact numbers, but in bf16 a probability is wrong by up to 7 percentage points. With enough z-loss both are right. In the middle row the logits are still on their way, and the pull bends the probabilities. (Routers are often computed in fp32 for the same reason.)
+# **Without z-loss nothing brings the logits back.** In exact numbers that does no harm. But rounded to bf16 such logits make a probability wrong by up to 7 percentage points. (Routers are often computed in fp32 for this reason.)
 #
-# **Does a trained router get there?** Those logits were put at 100. Here is the router above after 200 steps from scratch, a mean of three seeds, with the model's loss over the last 50 steps:
+# **With enough z-loss, 0.01, both are right,** exact and rounded. In the middle row the logits are still on their way. Until they arrive, the pull bends the probabilities, since it is stronger on likely experts.
+#
+# **Does a trained router drift as far as 100?** Here is the router above after 200 steps from scratch, a mean of three seeds, with the model's loss over the last 50 steps:
 
 
 # %%
@@ -486,22 +507,28 @@ for share in (0, 0.001, 0.01):
     print(f"probabilities off by {off:.3f}, loss {loss:.1f}")
 
 # %% [markdown]
-# Not in 200 steps. The log of the sum begins at log 8 = 2.1 and drifts up to 2.5; a z-loss brings it down. **But nothing was wrong yet:** the largest logits are 3.5 to 5.4, and bf16 costs 0.2 percentage points at most, with and without z-loss, and the loss is no better. (The largest logit even grows: a z-loss holds the sum, not the distances between logits.) So a z-loss insures against a drift over many more steps; what it saves, these runs cannot show.
+# **Not in 200 steps.** The log of the sum begins at log 8 = 2.1 and drifts up to 2.5; a z-loss brings it down.
+#
+# **And nothing was wrong yet.** Bf16 costs 0.2 percentage points at most, with and without z-loss, and the loss is no better with it. So a z-loss insures against a drift over many more steps. What it saves there, these runs cannot show.
+#
+# (With 0.01 the largest logit by size grows, to 5.4. A z-loss holds the sum, not the distances between logits.)
 
 # %% [markdown]
 # ## Further: when does the all-to-all dominate?
 #
-# > An H100 computes products at 601 TFLOP/s in bf16, 61 % of the peak, and sends 40 GB/s between nodes, 80 % of InfiniBand's 400 Gbit/s (lab 09). An expert is three matrices of h × f (SwiGLU). From which width f on does it compute as long as its rows travel one way?
+# > An H100 computes products in bf16 at 601 TFLOP/s, and sends 40 GB/s between nodes (lab 09). An expert is three matrices of h × f (SwiGLU). From which width f on does an expert compute as long as its rows travel one way?
 
 # %%
 predict("all-to-all/width", f=1000)
 
 # %% [markdown]
-# A visit takes 6·h·f FLOPs. In bf16 its row has 2·h bytes and travels twice, there and back. With V visits per rank, F FLOP/s and a link of bw bytes/s:
+# A visit takes 6·h·f FLOPs. Its row travels twice, there and back, each time with 2·h bytes in bf16. With V visits per rank, F FLOP/s and a link of bw bytes/s:
 #
 # $$ \frac{t_\text{experts}}{t_\text{one way}} \;=\; \frac{6hf\,V/F}{2h\,V/\mathrm{bw}} \;=\; \frac{3\,f\cdot \mathrm{bw}}{F} \;\ge\; 1 \quad\Longleftrightarrow\quad f \;\ge\; \frac{F}{3\,\mathrm{bw}}. $$
 #
-# The width h, the tokens, k and E all cancel (and (N_e − 1)/N_e is taken as 1). What counts is how *wide* an expert is, against the FLOPs that the device does while one byte travels. (Backward, an expert computes twice as much for as many bytes. So to compute as long as all four trips of a step take, an expert needs 4/3 of this width.)
+# **What counts is how *wide* an expert is,** against F/bw, the FLOPs that the device does while one byte travels. The model's width h, the tokens, k and E all cancel. ((N_e − 1)/N_e, the share of rows that leave their rank, is taken as 1.)
+#
+# To compute as long as all four trips of a step take, an expert needs 4/3 of this width: backward it computes twice as much as forward, so three parts of computing stand against four trips.
 
 # %%
 h100 = Hardware.named("H100")
@@ -517,7 +544,7 @@ print(f"NVLink: {even[NVLINK]:.0f}; Mixtral's experts: 14336, DeepSeek-V3's: 204
 # Mixtral's experts are wide enough for both links, DeepSeek-V3's for NVLink alone. Between nodes each all-to-all of V3's forward pass would take 2.4 times as long as its experts.
 #   <!-- claim: (lambda h: round(h.rate() / (3 * h.network.bandwidth) / 2048, 1))(config.Hardware.named("H100")) == 2.4 -->
 #
-# **How could DeepSeek-V3 train across nodes all the same?** Its report states about 1 : 1 for computing to communicating (section 3.2.1). The table prints computing : communicating. It starts from rows that go to 8 experts and back; each further line changes one thing:
+# **How could DeepSeek-V3 train across nodes all the same?** Its report (section 3.2.1) states a ratio of computing to communicating of about 1 : 1. In the first line below only experts compute, and each row goes to 8 experts and back in bf16. Each further line changes one thing more:
 
 # %%
 v3 = replace(ModelConfig.named("deepseek-v3"), seq_len=4096)
@@ -538,14 +565,14 @@ for what, (seconds, nbytes) in steps.items():
     print(f"{what:34} {seconds / (nbytes / bw):.2f} : 1")
 
 # %% [markdown]
-# **With all changes the ratio is 0.96 : 1 for a whole step, near the published one.** The other lines are of a forward pass, and end at 0.61 : 1. Backward is better: products take twice as long and attention's scores 2.5 times (lab 06), while as many rows travel.
+# **With all changes the ratio is 0.96 : 1, near the published one.** The last line is of a whole step, the others of a forward pass alone; they end at 0.61 : 1. The backward pass lifts the ratio: products take twice as long as forward and attention's scores 2.5 times (lab 06), while as many rows travel.
 #
-# That assumes that products in 8 bits reach the same share of their peak as those in bf16. And it proves no single change: the fourth line, without 8-bit products and backward pass, comes about as near to 1 : 1.
+# **The agreement proves no single change.** The fourth line has neither 8-bit products nor a backward pass, and comes about as near to 1 : 1. And the last two lines assume that products in 8 bits reach the same share of their peak as products in bf16.
 #
 # At 1 : 1 half of such a layer's time goes into waiting, unless something else is computed meanwhile. That is what DualPipe is for (lab 13b).
 
 # %% [markdown]
-# How much travel can hide? Take the forward pass of the experts of one layer of Mixtral, on eight H100s with one expert and 4,096 tokens each (attention is left out). "In halves" sends one half of the tokens while the other is computed:
+# How much travel can hide behind computing? Take the forward pass of the experts of one layer of Mixtral, on eight H100s with one expert and 4,096 tokens each. (Attention is left out.) "In halves" sends one half of the tokens while the other is computed:
 
 
 # %%
@@ -571,7 +598,7 @@ plots.overlap(
 )
 
 # %% [markdown]
-# In halves, the first dispatch and the last combine have nothing to hide behind. And rows travel twice, so experts can hide both trips only from a width of 2·F/(3·bw) on, 10,020 between nodes. Narrower ones leave the rest exposed, however finely you cut.
+# **Some travel stays exposed.** In halves, the first dispatch and the last combine have nothing to hide behind. And rows travel twice: to hide both trips an expert must be 2·F/(3·bw) wide, 10,020 between nodes. A narrower one leaves part of the travel exposed, however finely you cut.
 #
 # > Now one expert of eight gets twice the mean, and the others share the rest. How many times as long does this pass take on NVLink?
 
@@ -594,7 +621,9 @@ plots.overlap(
 )
 
 # %% [markdown]
-# The total does not grow. But the rank of the busy expert computes twice as much, and all others wait for it. With eight experts on each rank, the busy expert is an eighth of its rank's usual work:
+# The total work does not grow, but the busy expert's rank computes twice as much, and all others wait for it.
+#
+# With eight experts on each rank, one expert is only an eighth of a rank's usual work:
 
 # %%
 many = replace(full, num_layers=1, num_experts=64)
@@ -604,7 +633,9 @@ alike, busy = (timed(many, [share] * 8, **how).makespan for share in shares)
 print(f"{busy / alike:.2f} times as long")
 
 # %% [markdown]
-# What counts is the busiest *rank*, and many experts on it even out. In the first picture expert 4 has 3.4 times an expert's mean, but its rank, with experts 4 and 5, has twice a rank's mean. That rank also keeps twice the rows for its backward pass, so it runs out of memory first.
+# **What counts is the busiest *rank*,** and several experts on one rank even out. In the first picture expert 4 has 3.4 times an expert's mean. But its rank, with experts 4 and 5, has only twice a rank's mean.
+#
+# That rank also keeps twice the rows for its backward pass, so it runs out of memory first.
 
 # %% [markdown]
 # ### Turn the knobs
@@ -634,7 +665,7 @@ explore(
 #
 # ### Exercise 12.3 · Bug hunt: the loss was right (10 min, ●●○)
 #
-# A training step with a balance loss, on four ranks in blocks of two. Its test finds the right loss. Two things are wrong all the same. Repair them.
+# `reduced_step` is a training step with a balance loss, on four ranks in blocks of two. Its test finds the right loss. Yet two things are wrong. Repair them.
 
 
 # %%
@@ -685,8 +716,7 @@ hint("expert_parallel/bug-hunt", 1)
 # | shared expert | `--moe-shared-expert-intermediate-size`, `--moe-shared-expert-overlap` |
 # | one grouped product, no loop | `--moe-grouped-gemm` |
 #
-# Megatron-LM counts capacity per rank, as here, and advises to keep the ranks of EP and TP inside one NVLink domain. For a from-scratch run it warns of running out of memory in the first 100 to 300 steps, when routing is most uneven.
-# Its shared experts are replicated over the ranks of EP, and can compute while tokens travel.
+# Megatron-LM counts capacity per rank, as here. It advises to keep the ranks of EP and TP inside one NVLink domain. It warns that a run from scratch may run out of memory in the first 100 to 300 steps, when routing is most uneven. Its shared experts are replicated over the ranks of EP, and can compute while tokens travel.
 #
 # torchtitan 0.2.2 has `parallelism.expert_parallel_degree`. As here, expert parallelism takes no ranks of its own: it cuts those of FSDP and context parallelism into blocks (of tensor parallelism, too, where `parallelism.expert_tensor_parallel_degree` is 1).
 #
@@ -699,7 +729,7 @@ hint("expert_parallel/bug-hunt", 1)
 #
 # **A balance loss without a gradient** (NeMo Automodel, issue 1408, repaired in pull request 1412): the return value of the function that attaches it was thrown away, so it never reached the router. One bug of exercise 12.3 has the same effect. <!-- erratum: CODE-02 -->
 #
-# **A balance loss for each micro-batch** (NeMo Automodel, repaired in pull request 3359): the loss was divided by the number of micro-batches M, the balance loss was not, so α counted M-fold (lab 05). <!-- erratum: CODE-03 -->
+# **A balance loss for each micro-batch** (NeMo Automodel, repaired in pull request 3359): the loss was divided by the number of micro-batches M, but the balance loss was not. So α counted M times (lab 05). <!-- erratum: CODE-03 -->
 #
 # ### True under a condition
 #
@@ -712,14 +742,14 @@ hint("expert_parallel/bug-hunt", 1)
 # > - Of Mixtral's 46.7 billion parameters a token meets 12.9 billion.
 # >   <!-- claim: [round((m.num_params - m.parameters["feed-forward"] * 6 // 8) / 1e9, 1) for m in [config.ModelConfig.named("mixtral-8x7b")]] == [12.9] -->
 # > - A layer takes five all-to-alls per step: counts, dispatch, combine, and two backward. Each of the four with rows sends (N_e − 1)/N_e · k·b·s·h numbers per rank if routing is even.
-# > - Gradients of experts are averaged over N_d/N_e ranks, all others over N_d. (Here `combine` has divided by N_e before that; Megatron-LM averages over the same ranks and divides by N_e itself.) A mean over the wrong group raises no error.
+# > - Gradients of experts are averaged over N_d/N_e ranks, all others over N_d. (Here `combine` has divided an expert's by N_e before that; Megatron-LM divides by N_e when it averages.) A mean over the wrong group raises no error.
 # >   <!-- claim: [len(config.Mesh(dp=64, ep=8).group(43, axis)) for axis in ("edp", "dp")] == [8, 64] -->
 # > - Experts grow unevenly busy where words are unevenly frequent and nothing in the loss asks for balance: here the busiest has 2.4 times the mean, 1.5 with equally frequent words, 1.3 with a balance loss of α = 0.1.
 # >   <!-- claim: claims.busiest_experts() == (2.4, 1.5, 1.3) -->
 # > - Expert parallelism divides experts by N_e, and nothing else: Mixtral in bf16 with fp32 masters holds 116 GB per rank in blocks of 8, on 8 ranks and on 64, without ZeRO.
 # >   <!-- claim: [round(predict.states(config.ModelConfig.named("mixtral-8x7b"), config.TrainConfig(micro_batch=1, global_batch=n), config.Mesh(dp=n, ep=8)).total / 1e9) for n in (8, 64)] == [116, 116] -->
 # > - Choosing has no gradient. The router learns through the weights, and from a balance loss through the mean probabilities P.
-# > - Forward, experts compute as long as their rows travel one way if f = FLOP/s/(3·bw): 557 on an H100's NVLink, 5,010 between nodes. Over a step, with all four trips, it takes 4/3 of that.
+# > - Forward, experts compute as long as their rows travel one way if they are F/(3·bw) wide, with F FLOP/s: 557 on an H100's NVLink, 5,010 between nodes. Over a step, with all four trips, it takes 4/3 of that.
 # >   <!-- claim: (lambda h: [round(h.rate() / (3 * link.bandwidth)) for link in (h.inside, h.network)])(config.Hardware.named("H100")) == [557, 5010] -->
 # > - Experts are as slow as the busiest rank: with twice the visits on one rank they take nearly twice the time (attention left out). Where a rank has eight experts and one of them gets twice the visits, they take a tenth more.
 #

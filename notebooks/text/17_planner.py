@@ -3,7 +3,7 @@
 #
 # **A model, a cluster and a batch are given. Which plan trains it fastest, does it fit, and how do you know before you order the GPUs?**
 #
-# *90 min, and 40 further · before this: labs 09 to 13a · needs a laptop, no GPU and no network*
+# *90 min, and 45 further · before this: labs 09 to 13a · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -36,7 +36,7 @@ from labutils.teach.widgets import explore
 # %% [markdown]
 # ## The idea in one picture
 #
-# Llama-3.1-70B trains on 64 H100, with 512 sequences of 8,192 tokens in a step. A *plan* says how many ranks each axis of the mesh has, which level of ZeRO, which schedule, and what is computed again. How short can a step be, by the GB that a GPU may allocate? The lines allow dp and ZeRO alone, one more axis, or all:
+# Llama-3.1-70B trains on 64 H100, with 512 sequences of 8,192 tokens in a step. A *plan* says how many ranks each axis of the mesh has, which level of ZeRO, which schedule, and what is computed again. How short can a step be if a plan may allocate so many GB on each GPU? The lines allow dp and ZeRO alone, one more axis, or all:
 
 
 # %%
@@ -71,15 +71,15 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# With 215 GB on a GPU this job needs no axis but dp: 53.3 s. A plan may use 72 of an H100's 80 GB; the rest is reserve. Within that, dp alone has to compute everything again: 70.5 s. pp or cp beside it does not help; tp beside it gives 61.6 s, all axes 60.8 s. **Planning is buying back the time that memory costs.**
+# **Planning is buying back the time that memory costs.** With 215 GB on a GPU this job needs no axis but dp: 53.3 s. A plan may use 72 of an H100's 80 GB; the rest is reserve. Within these dp alone has to compute everything again: 70.5 s. With tp beside it a step takes 61.6 s, with all axes 60.8 s. pp or cp beside it does not help.
 #
-# This assumes that messages hide behind computing. If none does, a mix gains more: all axes take 66.1 s, dp with any one other 77.4 s.
+# This assumes that messages hide behind computing. If none does, a mix gains more: all axes take 66.1 s, dp with one other 77.4 s.
 #   <!-- claim: (lambda job: (lambda e: (lambda p, s: [round(float(s[chosen].min()), 1) for chosen in ((p.tp == 1) & (p.cp == 1) & (p.pp == 1), (p.cp == 1) & (p.pp == 1), (p.tp == 1) & (p.pp == 1), (p.tp == 1) & (p.cp == 1), p.dp > 0)])(e.plans[e.fits], e.seconds[e.fits]))(planner.search(__import__("dataclasses").replace(job, rates=__import__("dataclasses").replace(job.rates, overlap=0)))))(claims.llama_on_64_h100()) == [77.4, 77.4, 77.4, 77.4, 66.1] -->
 
 # %% [markdown]
 # ## What does each axis divide, and what does it send?
 #
-# One node of eight H100 trains Mixtral 8×7B, 47 billion parameters of which 45 are in experts. Give all eight ranks to one axis, then to the next.
+# One node of eight H100 trains Mixtral 8×7B, with 45 of 47 billion parameters in experts. Give all eight ranks to one axis, then to the next.
 #
 # > A parameter takes 18 bytes (lab 02: 2 + 4 + 12). tp divides the weights of attention here, and leaves experts whole. How many GB does a rank hold with tp = 8 alone?
 
@@ -106,9 +106,9 @@ plots.memory_bars(
 )
 
 # %% [markdown]
-# Each axis divides something else. tp divides attention and leaves experts whole: 832 GB. (Megatron-LM's default divides them as well, to 105 GB of states.) ep divides experts alone, pp all weights by layers, cp tokens. Ranks of dp, ep and cp share the optimizer.
+# Each axis divides something else. tp divides attention and leaves experts whole, hence the 832 GB. (Megatron-LM's default divides them, too, to 105 GB of states.) ep divides experts alone, pp all weights by layers, cp tokens. Ranks of dp, ep and cp share the optimizer.
 #
-# One number compares their prices: how many FLOPs does a rank compute for each byte that it sends? The table takes a layer's products, forward and backward. T are the tokens of a micro-batch on this rank (under cp its share), P the weights of a layer, h its width. A layer has a heads for queries and g for keys, each d wide. An expert is f wide, a token visits k experts, and there are L layers.
+# One number compares their prices: how many FLOPs does a rank compute for each byte that it sends? The table counts a layer's products, forward and backward. A rank has T tokens of a micro-batch (under cp its share). The model is h wide and has L layers of P weights, with a heads for queries and g for keys, each d wide. An expert is f wide, and a token visits k experts.
 #
 # | n ranks of | divide | bytes sent for a layer and micro-batch | FLOP per byte | so it needs |
 # |---|---|---|---|---|
@@ -118,28 +118,28 @@ plots.memory_bars(
 # | ep (lab 12) | experts | 8·k·T·h (n−1)/n | 9/4·f · n/(n−1) | wide experts |
 # | pp (lab 13a) | layers | 4·T·h at each cut | 3/2·P·L / (h·n) | layers |
 #
-# A device has such a number as well: its FLOPs per second over the bytes per second of a link. An H100 asks for 1,670 FLOPs per byte on NVLink and for 15,000 on one network link. An axis with less sends for longer than it computes.
+# A device has such a number, too: its FLOPs per second over a link's bytes per second. An H100 asks for 1,670 FLOPs per byte on NVLink and for 15,000 on one network link. An axis with less sends for longer than it computes.
 #
-# - **pp, cp, ep** have enough for both links. Eight ranks of a 70B model have 1.6 million in a pipeline and 80,000 with Ulysses; eight ranks of Mixtral's experts have 36,900.
+# - **pp, cp, ep** have enough for both links. With eight ranks a 70B model has 1.6 million in a pipeline and 80,000 with Ulysses; Mixtral's experts have 36,900.
 #   <!-- claim: (lambda m: (lambda P: [round(3 / 2 * P * 80 / m.d_model / 8, -5) / 1e6, round(3 / 4 * P / (64 + 8) / 128 * 8 / 7, -3)])(planner.work.shape(m).plain.split))(config.ModelConfig.named("llama-3.1-70b")) == [1.6, 80000] -->
-# - **tp** is near NVLink's limit: 4,476 with eight ranks. Its messages do not hide here, so they add 1,670/4,476 = 37 % to the time of the products; tp = 4 adds 16 %. That is why `dp16 tp4` takes 61.6 s where `dp64` would take 53.3: 7.2 of these 8.3 s are messages.
+# - **tp** is near NVLink's limit: 4,476 with eight ranks. Its messages do not hide here, so they add 1,670/4,476 = 37 % to the time of the products, and 16 % with tp = 4. That is why `dp16 tp4` takes 8.3 s more than the 53.3 s of `dp64`: 7.2 of them are messages.
 #   <!-- claim: (lambda m: (lambda P: [round(3 * P / 10 / m.d_model / 7), round(100 * 1670 * 10 * m.d_model * 7 / 3 / P), round(100 * 1670 * 10 * m.d_model * 3 / 3 / P)])(planner.work.shape(m).plain.split))(config.ModelConfig.named("llama-3.1-70b")) == [4476, 37, 16] -->
 #   <!-- claim: (lambda d, t: [round(d.seconds, 1), round(t.seconds - d.seconds, 1), round(t.parts["tp exposed"], 1)])(*(planner.estimate(claims.llama_on_64_h100(), planner.Plan(dp=64 // n, tp=n, micro_batches=8 * n, zero=3)) for n in (1, 4))) == [53.3, 8.3, 7.2] -->
-# - **ZeRO-3** needs tokens. With 8,192 in a micro-batch 64 ranks have 6,241. If cp = 8 leaves a rank 1,024 of them, it is below NVLink.
+# - **ZeRO-3** needs tokens. With 8,192 in a micro-batch 64 ranks have 6,241. If cp = 8 leaves a rank 1,024 tokens, they have 780, less than NVLink asks for.
 
 # %% [markdown]
 # ### Further: between nodes, and the same numbers counted
 #
-# Between nodes it depends on how many of a node's eight network links a ring gets (lab 07):
+# Between nodes, the FLOPs per byte that a ring of ranks needs depend on how many of a node's eight network links it gets (lab 07):
 #
-# - *All eight*, if its neighbors fill whole nodes. They carry 8/9 of NVLink's bytes, so it asks for 9/8 · 1,670 = 1,880. ZeRO-3 over 64 ranks has three times as much.
+# - *All eight links*, if the ring fills whole nodes. Together they carry 8/9 of NVLink's bytes per second. So the ring needs 9/8 · 1,670 = 1,880 FLOPs per byte. ZeRO-3 over 64 ranks has three times as many.
 #   <!-- claim: (lambda r: [round(9 / 8 * r.products / r.link, -1), round(3 / 4 * 8192 * 64 / 63 / (9 / 8 * r.products / r.link))])(planner.Rates.of(config.Hardware.named("H100"))) == [1880, 3] -->
-# - *Two*, if four rings share the links, as with tp = 4 beside dp = 16. Each asks for 7,500; dp = 16 has 6,550, and other computing hides the rest.
+# - *Two links*, if four rings share the eight, as with tp = 4 beside dp = 16. Each ring then needs 7,500. The products of dp = 16 have only 6,550, but they are not all that a rank computes: attention and the rest hide what is left of the messages.
 #   <!-- claim: (lambda r: [round(4 * 9 / 8 * r.products / r.link, -2), round(3 / 4 * 8192 * 16 / 15, -1)])(planner.Rates.of(config.Hardware.named("H100"))) == [7500, 6550] -->
-# - *tp = 16 on two nodes* would have 2,089, little more than the 1,880: its products take hardly longer than its messages.
+# - *tp = 16 on two nodes* would get all eight links as well, and have 2,089, little more than the 1,880 that it needs. So its products would take hardly longer than its messages, which do not hide.
 #   <!-- claim: (lambda m: round(3 * planner.work.shape(m).plain.split / 10 / m.d_model / 15))(config.ModelConfig.named("llama-3.1-70b")) == 2089 -->
 #
-# Does the planner count the same? First against the formulas of the table, then for any number of ranks:
+# Does the planner count the same? The first cell compares three of its counts with the formulas of the table. (For ep the planner counts attention's products too.) The second draws its counts for any number of ranks:
 
 
 # %%
@@ -187,7 +187,7 @@ plots.curves(
 # %% [markdown]
 # ## What does the fullest rank hold?
 #
-# A plan fails where *one* rank is full. Under 1F1B stage i of p keeps the activations of min(p − i, m) of the m micro-batches at once (lab 13a): those of its own layers, divided by tp · cp. With ZeRO-1 each of its weights takes 2 + 4 bytes, and 12 that dp · cp ranks share.
+# A plan fails where *one* rank is full. Under 1F1B stage i of p keeps the activations of min(p − i, m) of the m micro-batches at once (lab 13a): those of its own layers, divided by tp · cp. With ZeRO-1 each of its weights takes 2 + 4 bytes, and 12 more that dp · cp ranks share.
 #
 # ### Exercise 17.1 · Bug hunt: the estimate that knows no cp (10 min, ●●○)
 #
@@ -226,7 +226,7 @@ hint("planner/fullest", 1)
 # %% [markdown]
 # ### Further: every byte by name
 #
-# The planner's own ledger gives every byte a name. Here are the first and the last stage of one of the runs on B200 below. (The names were found on these runs, and 0.1 GiB of workspaces fitted, so this explains and does not forecast.)
+# The planner's own ledger gives every byte a name. Does the sum come to what was measured? Here are the two stages of one of the runs on B200, which the next section introduces. (The list of names was made on these runs, and 0.1 GiB of workspaces is fitted. So this explains, and does not forecast.)
 
 # %%
 runs, b200 = planner.measured(), Hardware.named("B200")
@@ -236,16 +236,16 @@ for rank, measured in zip((0, 1), run.peaks, strict=True):
     print(f"stage {rank}: {held:.2f} GiB by names, {measured:.2f} measured")
 
 # %% [markdown]
-# Would 16 bytes for each weight do? For a rank of Llama-3.1-70B with 12 layers and tp = 2 they say 92 GiB. With dp = 4 it held 61 GiB, since ranks share the optimizer; with cp = 4 and 131,072 tokens 113 GiB, since activations are not weights.
+# **Would 16 bytes for each weight do? They miss in both directions.** For a rank of Llama-3.1-70B with 12 layers and tp = 2 they say 92 GiB. With dp = 4 the rank held 61 GiB, since ranks share the optimizer. With cp = 4 and 131,072 tokens it held 113 GiB, since activations need room as well.
 
 # %% [markdown]
 # ## How long is a step?
 #
-# Count five kinds of work: on a stage each of m micro-batches takes F FLOPs of large products, A of attention, M bytes moved in memory, S bytes sent and K kernels of κ seconds each. r are rates:
+# Count five kinds of work: on a stage each of m micro-batches takes F FLOPs of large products, A of attention, M bytes moved in memory, S bytes sent and K kernels of κ seconds each. The four rates r and κ are five numbers:
 #
 # $$ t \;=\; m\Big(\frac{F}{r_F} + \frac{A}{r_A} + \frac{M}{r_M} + \frac{S}{r_S} + K\kappa\Big)_{\text{slowest stage}} +\ \text{bubble} + \text{update}. $$
 #
-# Many calculators have one rate: 6N FLOPs for each token, N being the parameters, over a share of the peak. The data has 22 runs of Megatron-LM on the same eight B200: Llama with 12 layers and DeepSeek-V2 with 4, with tp, cp, ep or pp, and short or long sequences.
+# Many calculators have one rate: 6N FLOPs for each token (N parameters), over a share of the peak. The data has 22 runs of Megatron-LM on the same eight B200: Llama with 12 layers and DeepSeek-V2 with 4, with tp, cp, ep or pp, and short or long sequences.
 #
 # > Take the share from five of these runs. How many percent is the worst of the other 17 off?
 
@@ -276,12 +276,12 @@ for how, each in share.items():
 reveal("planner/one-rate", percent=round(100 * abs(off).max()))
 
 # %% [markdown]
-# No other share would do: runs reach 19 to 40 % of the peak, so even the middle is wrong by more than a third. 6N leaves out attention. With it ("causal") one rate still misses by 44 %: messages and kernels have rates of their own.
+# No other share would do: by 6N runs reach 19 to 40 % of the peak, so even the middle is off by more than a third. 6N leaves out attention. But with it ("causal") one rate still misses by 44 %: messages and kernels have rates of their own.
 
 # %% [markdown]
 # ### Further: which five?
 #
-# The planner chooses before a run is made, since it counts work. It takes those that leave the least doubt about all 22: here a short and a long step of pp = 2, one of tp = 8, one of cp = 8, one with experts.
+# The planner can choose the five before any run is made, since it only needs to count work. It takes the five that leave the least doubt about the seconds of all 22. Here these are a short and a long step of pp = 2, one of tp = 8, one of cp = 8 and one with experts:
 
 # %%
 for run in five:
@@ -290,7 +290,7 @@ for run in five:
 # %% [markdown]
 # ### Exercise 17.2 · Five numbers from five runs (12 min, ●●○)
 #
-# Five runs hardly tell five numbers: errors go into the rates. But you know something beforehand. Usual shares of a data sheet are right to about 25 %, time per kernel to 70 %. So each run says *work · x = seconds*, to 2.5 % of its seconds, and each usual number says *x = usual*, to its share. Solve all by least squares, every line over its error.
+# Five runs hardly tell five numbers: errors go into the rates. But you know usual numbers beforehand: shares of a data sheet are right to about 25 %, time per kernel to 70 %. So each run says *work · x = seconds*, to 2.5 % of its seconds. Each usual number says *x = usual*, to these shares. Divide each equation by its error, and solve all by least squares.
 
 
 # %%
@@ -329,7 +329,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# From here on plans within 3 %, the mean error, are a *tie*. (Between two layouts more may be wrong: see below.)
+# From here on plans within 3 %, the mean error, are a *tie*. (Between layouts errors may be larger: see below.)
 
 # %% [markdown]
 # ### Further: whose errors are they?
@@ -348,12 +348,12 @@ for name in dict.fromkeys(map(layout, others)):
     print(f"{name:16} {min(its):+.1%} to {max(its):+.1%}")
 
 # %% [markdown]
-# **Trust a comparison within a layout further than one between two.** Runs of one layout differ by 5 % at most. But tp = 4 is too slow in every run and tp = 8 too fast, up to 12 % apart.
+# **Trust a comparison within a layout further than one between two.** The errors of one layout lie within about 5 points of each other. But tp = 4 is predicted too slow in every run and tp = 8 too fast, so these two are up to 12 points apart.
 
 # %% [markdown]
 # ### Further: was it counting, or fitting?
 #
-# Which lowers the error, that five kinds of work are counted or that five rates are fitted? Take the usual shares of a data sheet, and fit only *one* factor for all five:
+# What lowers the error: that five kinds of work are counted, or that five rates are fitted? To tell, take the usual shares of a data sheet, and fit only *one* factor for all five:
 
 # %%
 usual = rates.Rates.assumed(b200)
@@ -387,11 +387,11 @@ for run in (runs[3], runs[-1]):
     print(*(f"{kind} {share:.0%}" for kind, share in shares), sep=", ")
 
 # %% [markdown]
-# **Counting five kinds of work is most of it**: with usual shares and one factor the mean error is 3.9 %, with five fitted rates 2.9 %. Products and attention are missed most.
+# **Counting five kinds of work is most of it.** One rate, with attention's FLOPs, had a mean error of 18 %. Five kinds with usual shares and one factor have 3.9 %, and five fitted rates 2.9 %. Of the five kinds, products and attention are missed most when left out.
 #
-# The runs do not tell everything. Here ranks wait for all ten messages of tp in a layer; lab 10 hides two, the gathers that a backward pass repeats. Fitted to all 22 runs, ten leave a mean error of 2.2 % (6.4 at worst), eight one of 2.3 % (6.1): no difference. (`tests/test_planner_runs.py` counts and fits both.)
+# **The runs do not tell everything.** For example, how many messages of tp does a rank wait for? The planner lets it wait for all ten in a layer. Lab 10 hides two of them, the gathers that a backward pass repeats. Fitted to all 22 runs, ten leave a mean error of 2.2 % and eight one of 2.3 %: the runs cannot tell them apart. (`tests/test_planner_runs.py` counts and fits both.)
 #
-# Choosing the runs helps as well, but less. First ten times five drawn by chance; then the chosen five, on runs of a layout that none of them has:
+# **Choosing the runs helps as well, but less.** The cell first fits to five runs drawn by chance, ten times. Then it takes the fit to the chosen five, and tests it on the runs whose layout none of the five has:
 
 # %%
 draw, means, worst = np.random.default_rng(0), [], []
@@ -415,7 +415,7 @@ print(f"chosen: {len(new)} runs of another layout, mean {left.mean():.1%}")
 # %% [markdown]
 # ### Further: does the formula know every wait?
 #
-# The formula takes the micro-batches of one rank and adds what that rank waits for. `predict.time` plays every pass of every rank, one thing after the other. Let only products, attention and messages take time. The clock hides no message; the formula hides all or none:
+# The formula takes the micro-batches of one rank and adds what that rank waits for. A clock, `predict.time`, plays every pass of every rank, one thing after the other. Do they agree? Let only products, attention and messages take time. The clock hides no message, so the formula is printed twice: with all messages hidden, and with none. With one chunk per stage the schedule is 1F1B, with more it is interleaved (lab 13a).
 
 # %%
 print("chunks  formula: hidden  not hidden  played")
@@ -431,16 +431,18 @@ for chunks in (1, 2, 5, 8):
     print(f"{chunks:6} {step[0]:13.2f} s {step[1]:9.2f} s {clock:5.2f} s")
 
 # %% [markdown]
-# 1F1B comes out the same, though its stages have ten, eleven and nine layers, and one the head. With chunks the clock is within 0.5 % of the formula that hides nothing. So with chunks a step is 5 to 9 % shorter than with 1F1B if messages hide, and 3 to 4 % if not: more chunks make the bubble shorter, and send more.
+# **The formula knows every wait of 1F1B.** It comes out as the clock says, though the stages are unequal: they have nine to eleven layers, and the last one also the head. With chunks the clock is within 0.5 % of the formula that hides nothing.
+#
+# **Chunks gain more if messages hide.** They make the bubble shorter, and send more. So compared with 1F1B a step gets 5 to 9 % shorter if messages hide, and only 3 to 4 % if not.
 
 # %% [markdown]
 # ### Further: other machines, years, stacks
 #
-# Narayanan et al. (2021) print steps of a 175B model on 384, 768 and 1,536 A100, to which nothing here was fitted (all computed in `tests/test_planner_runs.py`).
+# Narayanan et al. (2021) timed a 175B model on 384, 768 and 1,536 A100 in two ways: with their own mix of pipelines, tp and dp, which they call PTD-P, and with DeepSpeed's ZeRO-3. Nothing here was fitted to these steps. (`tests/test_planner_runs.py` computes what follows.)
 #
-# *Pipelines are predicted well.* With the A100's rates, fitted to steps of 2022, they come out 7, 6 and 5 % too fast.
+# **The pipelines of PTD-P are predicted well.** With the A100's rates, fitted to steps of 2022, their three steps come out 7, 6 and 5 % too fast.
 #
-# *ZeRO-3 in DeepSpeed of 2021 is not:*
+# **DeepSpeed's ZeRO-3 of 2021 is not:**
 #
 # | seconds on | 384 | 768 | 1,536 GPUs |
 # |---|---|---|---|
@@ -448,9 +450,11 @@ for chunks in (1, 2, 5, 8):
 # | planner | 55 | 28 | 15 |
 # | planner, one link | 70 | 70 | 70 |
 #
-# On 1,536 GPUs a rank computes half as much as on 768, and the step takes as long. So messages decide: a rank sends the same bytes on any number of ranks. In the last row *one* link of each node carries the ring, not eight: the first step comes out 12 s too fast, the others 3 s too slow. Three steps cannot prove it. But one run on 768 GPUs would have told the rate of the links, and so the step on 1,536.
+# **Messages decide these steps.** On 1,536 GPUs a rank computes half as much as on 768, and yet the step takes as long. What stays the same is how many bytes a rank sends.
 #
-# So the five numbers belong to a device *and a stack*: fit them to runs of yours, of which one sends as your plan will.
+# **Perhaps the ring had one link of each node, not eight.** The last row assumes this: the first step then comes out 12 s too fast, the others 3 s too slow. Three steps cannot prove it. But one run on 768 GPUs would have told the rate of the links, and so the step on 1,536.
+#
+# **So the five numbers belong to a device *and a stack*.** Fit them to runs of your own, and let one of these send as your plan will.
 
 # %% [markdown]
 # ## Which plan is the fastest?
@@ -487,12 +491,12 @@ consider(llama, tp=8, dp=8, zero=3)
 consider(llama, tp=16, dp=4)
 
 # %% [markdown]
-# The third plan is what many would write first: tp in the node, pp across. It waits 18 s for tp. In the fourth, ZeRO-3 gathers all weights twice in each of 64 micro-batches.
+# The third plan is what many would write first: tp in the node, pp across. It waits for tp. In the fourth, ZeRO-3 gathers all weights twice in each of 64 micro-batches.
 
 # %% [markdown]
 # ### Further: memory against time, and what one more buys
 #
-# No plan beats those of the *Pareto front* in both seconds and bytes. Here are ten, from the fastest down:
+# A plan is on the *Pareto front* if no other beats it in both seconds and bytes. Here are ten of these, from the fastest down:
 
 # %%
 front = every.pareto()
@@ -516,7 +520,7 @@ plots.curves(
 # %% [markdown]
 # 9 % more time frees 20 GB: `dp1 tp2 cp4 pp8` with ZeRO-3 takes 66.1 s and 50.0 GB.
 #
-# What is worth buying? The fastest plan may get a rate that is 10 % higher. One more GB on each GPU, or one more node, may make another plan the fastest:
+# What is worth buying? The first rows give the fastest plan one rate that is 10 % higher, and keep the plan. With one more GB on each GPU, or one more node, the search begins anew:
 
 # %%
 for what, share in planner.sensitivity(every).items():
@@ -527,18 +531,18 @@ roomy = every.seconds[every.peaks <= llama.cluster.room + 2 * units.GB].min()
 print(f"{'2 GB more':27} {1 - roomy / every.fastest.seconds:5.1%} shorter")
 
 # %% [markdown]
-# Faster links buy next to nothing: the winner waits for messages for 1.1 of its 60.8 s, as long as the others hide.
+# **Faster links buy next to nothing.** The fastest plan waits for messages for 1.1 of its 60.8 s, as long as all others hide.
 #   <!-- claim: (lambda f: round(f.parts["cp exposed"] + f.parts["dp exposed"] + f.parts["pp exposed"], 1))(planner.search(claims.llama_on_64_h100()).fastest) == 1.1 -->
 #
-# One GB buys nothing. Two buy 5 %, since another plan then fits: memory pays in steps.
+# **Memory pays in steps.** One GB buys nothing. Two buy 5 %, since another plan then fits.
 #
-# A ninth node is 12.5 % more GPUs, and should make a step 11 % shorter. It makes it 16 % shorter, since layers divide better: the longest of eight stages has eleven, the longest of nine has nine.
+# **A ninth node buys more than its share.** It is 12.5 % more GPUs, and should make a step 11 % shorter. It makes it 16 % shorter, since layers divide better: the longest of eight stages has eleven layers, the longest of nine has nine.
 #   <!-- claim: (lambda f, nine: [f.plan.pp, int(planner.stages.rank_layers(f.job.model, 8, 6, False).sum((1, 2)).max()), nine.plan.pp, int(planner.stages.rank_layers(f.job.model, 9, 1, False).sum((1, 2)).max())] == [8, 11, 9, 9])(*(planner.search(__import__("dataclasses").replace(job, cluster=__import__("dataclasses").replace(job.cluster, nodes=n))).fastest for job in (claims.llama_on_64_h100(),) for n in (8, 9))) -->
 
 # %% [markdown]
 # ### Further: one change at a time
 #
-# By hand you would start somewhere and improve one thing at a time: half an axis for twice another, a level of ZeRO, recomputation. As a program:
+# By hand you would start somewhere and improve one thing at a time: halve one axis and double another, change the level of ZeRO or the recomputation. Here it is as a program:
 
 # %%
 show(climb.climb)
@@ -560,12 +564,16 @@ for degrees, allowed in (({}, climb.ALL), ({}, (0,)), ({"tp": 8}, (0,))):
     print(f"{len(asked)} plans asked for\n")
 
 # %% [markdown]
-# The first climb takes recomputation, which makes everything fit at once, and no single change leads away from there: it ends 16 % behind. The second may not recompute. It shares the activations out over tp instead, and ends in a tie; together they asked for 65 of 16,524 plans. The third starts from tp = 8 and never leaves it.
+# **The end of a climb depends on its start and on what it may change:**
+#
+# - The first climb starts from `dp64` and may recompute. That makes everything fit at once, and no single change leads away from there. It ends 16 % behind.
+# - The second starts there, too, but may not recompute. It shares the activations out over tp instead, and ends in a tie. The two climbs asked for 65 of 16,524 plans together.
+# - The third starts from tp = 8, and never leaves it.
 
 # %% [markdown]
 # ## What does the winner hang on?
 #
-# On a sixth number, which no run tells: the share of computing behind which messages can hide. ZeRO-2 and 3 send while a rank computes, and so do chunks. The planner assumes a share of 1. The winner reduces gradients in each of 512 backward passes.
+# It hangs on a sixth number, which no run tells: the share of computing behind which messages can hide. ZeRO-2 and 3 send while a rank computes, and so do chunks. The planner assumes a share of 1. The winner reduces gradients in each of 512 backward passes.
 #
 # > The winner's step takes 60.8 s. How many seconds does it take if nothing hides?
 
@@ -586,7 +594,7 @@ for s, found in fastest.items():
     print(f"{s:4} {found.seconds:.1f} s: {text_of(found.plan)}")
 
 # %% [markdown]
-# The ranking hangs on this share: where nothing hides, the winner takes 67 % longer than the plan that is then the fastest. So ask all 16,524 plans another question: which one loses least, whatever hides?
+# The ranking hangs on this share: where nothing hides, the winner takes 67 % longer than the plan that is then the fastest. So ask another question: which of the 16,524 plans loses least, whatever hides?
 
 # %%
 ratio = [found.seconds / found.fastest.seconds for found in searched.values()]
@@ -595,11 +603,13 @@ for i in loses.argsort(kind="stable")[:3]:  # of equal plans the first
     print(f"{loses[i]:.1%} at most: {text_of(every.plans[i])}")
 
 # %% [markdown]
-# All three have the same mesh, and ZeRO-1, which sends once a step. Chunks lose 7 % at most, 1F1B 9 %. **So order for `dp1 tp2 cp4 pp8` with ZeRO-1**, unless you have measured your stack's overlap. 1F1B takes 66.1 s whatever hides. In that time the 64 GPUs read 2²² tokens: a trillion take 182 days.
+# All three have the same mesh, and ZeRO-1, which sends once a step. **So order for `dp1 tp2 cp4 pp8` with ZeRO-1**, unless you have measured your stack's overlap. With 1F1B it loses 9 % at most, and takes 66.1 s whatever hides. In that time the 64 GPUs read 2²² tokens, so a trillion take 182 days.
 #   <!-- claim: (lambda rate: round(1e12 / rate / 86400))(2**22 / planner.estimate(claims.llama_on_64_h100(), planner.Plan(tp=2, cp=4, pp=8, micro_batches=512, zero=1)).seconds) == 182 -->
 
 # %% [markdown]
 # ### Further: four plans, and the other assumptions
+#
+# How long do four plans take at each share? Here are the winner and one of its ties, which both send in every micro-batch, and the two plans with ZeRO-1 that are fastest at shares of 0 and ¼:
 
 # %%
 candidates = {
@@ -616,7 +626,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# Most rates of the H100 are assumed, and each may be wrong by 25 %. Change one at a time, double a kernel's time, halve a network link. Each row says how far every candidate is behind the plan that is then the fastest:
+# Most rates of the H100 are assumed, and each may be wrong by 25 %. The cell changes one at a time; it also doubles the time of a kernel, and halves the rate of a network link. Each row says how far every candidate is behind the plan that is then the fastest:
 
 # %%
 wide = replace(llama.cluster, between=25e9)
@@ -639,12 +649,16 @@ for reserve in (0.05, 0.15):
     print(f"reserve {reserve:4.0%}: {best.seconds:.1f} s, {text_of(best.plan)}")
 
 # %% [markdown]
-# The winner is at most 4.4 % behind. `dp16 tp4` is 74 % behind where the network is half as fast: its rings' two links were barely enough. The plans with ZeRO-1 stay 4 to 11 % behind in every row: that is the price of being safe against the overlap. With a reserve of 5 or 15 % in place of 10 the fastest step takes 57.7 or 61.9 s, each time with another plan.
+# **The winner is at most 4.4 % behind.** `dp16 tp4` is 74 % behind where the network is half as fast, since the two links of its rings were barely enough before.
+#
+# **The plans with ZeRO-1 are 4 to 11 % behind in every row.** That is the price of being safe against the overlap.
+#
+# The last two lines change the reserve of memory from 10 % to 5 or 15. Each time another plan is the fastest.
 
 # %% [markdown]
 # ## Is it true?
 #
-# Seconds need a cluster. Bytes do not: the course's own step runs here dry, at full size, one rank at a time. (Its kernels keep more than Megatron-LM's, so its ledger differs.) Take a plan without cp, whose tiles take minutes, and of its 64 ranks one of the last stage:
+# Seconds need a cluster. Bytes do not: the course's own step runs here dry, at full size, one rank at a time. (Its kernels keep more than Megatron-LM's, so its ledger differs.) Take a plan without cp, since cp's tiles take minutes, and of its 64 ranks one of the last stage:
 
 # %%
 proven = climb.completed(llama, Plan(dp=2, tp=4, pp=8, zero=2))
@@ -660,12 +674,12 @@ print(proof.scaled(proven).mesh)
 print(proof.copy(dense, proven))
 
 # %% [markdown]
-# The last line adds up all differences of all ranks. The fullest moment has no formula, since tensors come and go too fast; there a dry run stands against the real one alone. The copy cannot show full size, nor what Megatron-LM holds.
+# **All agree to the byte:** the last line adds up all differences of all ranks. The fullest moment has no formula, since tensors come and go too fast; there only the dry run is compared with the real one. The copy cannot show full size, nor what Megatron-LM holds.
 
 # %% [markdown]
 # ## Which plan do you defend?
 #
-# Three jobs; messages hide:
+# Three jobs, whose messages hide:
 
 # %%
 for name in EXAM:
@@ -675,7 +689,7 @@ for name in EXAM:
 # %% [markdown]
 # ### Exercise 17.3 · The exam (23 min, ●●●)
 #
-# `ask(plan)` answers with an `Estimate`: `fits`, `seconds`, `peak`, `headroom`, `parts`. For an illegal plan it raises `ValueError` with the reason. You may ask 400 times for each job; `planner.search` is not allowed, climbing is. By hand: find plans with `consider(exam(…), …)`, and return that of `job`. The check accepts any plan of the tie, and says of any other why it loses.
+# `ask(plan)` answers with an `Estimate`: `fits`, `seconds`, `peak`, `headroom`, `parts`. For an illegal plan it raises `ValueError` with the reason. You may ask 400 times for each job; `planner.search` is not allowed, climbing is. Or by hand: find plans with `consider(exam(…), …)`, and return that of `job`. The check accepts any plan of the tie, and says of any other why it loses.
 
 
 # %%
@@ -727,13 +741,13 @@ print(export("megatron", llama, fastest[0].plan))
 #
 # ### True under a condition
 #
-# **"Empiric rule: model_size*18 < 75% of gpu (to take in account additional activation memory)"**; if so, "then you don't need any model parallelism" (2021). True of short sequences: Qwen2-0.5B has 8.9 GB by this rule, and 177 GB with 131,072 tokens. Llama-3.1-8B has 145 GB, and takes 60 on each of eight GPUs with ZeRO-3. <!-- erratum: PL-09 -->
+# **"Empiric rule: model_size*18 < 75% of gpu (to take in account additional activation memory)"**; if so, "then you don't need any model parallelism" (2021). True of short sequences: by this rule Qwen2-0.5B has 8.9 GB, but it takes 177 with 131,072 tokens. Llama-3.1-8B has 145 GB, but takes 60 on each of eight GPUs with ZeRO-3. <!-- erratum: PL-09 -->
 #   <!-- claim: [round(planner.estimate(planner.Job(model=__import__("dataclasses").replace(config.ModelConfig.named(name), seq_len=s), cluster=planner.Cluster(device=config.Hardware.named("A100"), nodes=1), batch_tokens=64 * s), planner.Plan(dp=8, micro_batches=8, zero=z)).peak / 1e9) for name, s, z in (("qwen2-0.5b", 131072, 0), ("llama-3.1-8b", 8192, 3))] == [177, 60] -->
 #
-# **(10 + 24 / tp) · s · b · h for a layer's activations** (Megatron-LM's estimate before a run). True of GPT-3's layer with tp alone. With sequence parallelism it is three times what a rank of tp = 8 keeps. It knows nothing of cp, either: with cp = 8 and 131,072 tokens it expects 408 GiB in layers, where a rank held 148 GiB of everything. <!-- erratum: PL-10 -->
+# **(10 + 24 / tp) · s · b · h for a layer's activations** (Megatron-LM's estimate before a run). True of GPT-3's layer with tp alone. With sequence parallelism it is three times what a rank of tp = 8 keeps. It knows no cp, either: with cp = 8 and 131,072 tokens it expects 408 GiB in layers, where a rank held 148 GiB of everything. <!-- erratum: PL-10 -->
 #   <!-- claim: (lambda r: [round(34 * r.model.seq_len * r.model.d_model * r.model.num_layers / 2**30), round(r.peaks[0])])(next(r for r in planner.measured() if r.plan.cp == 8 and r.model.seq_len == 131072)) == [408, 148] -->
 #
-# **"Parameter count on the most-loaded GPU shard"** (Megatron-Bridge, until July 2026). True of stages that are alike. It was the mean, which misses 9 % of DeepSeek-V3's layers with experts on 16 stages. <!-- erratum: PL-11 -->
+# **"Parameter count on the most-loaded GPU shard"** (Megatron-Bridge, until July 2026). True of stages that are alike. It was the mean, which has 9 % fewer of DeepSeek-V3's layers with experts than the fullest of 16 stages. <!-- erratum: PL-11 -->
 #   <!-- claim: planner.stages.rank_layers(config.ModelConfig.named("deepseek-v3"), 16, 1, False)[..., 1].max() == 4 and round(100 * (1 - 58 / 16 / 4)) == 9 -->
 #
 # **6N FLOPs for each token** (Transformer Math 101: C = 6PD). True of short sequences: it counts 94 % of Llama-3.1-70B's FLOPs with 8,192 tokens, 45 % with 131,072. <!-- erratum: PL-01 -->
@@ -745,10 +759,10 @@ print(export("megatron", llama, fastest[0].plan))
 # %% [markdown]
 # ## Summary
 #
-# > - Every axis divides something else, and stops where a rank computes too little for each byte that it sends: tokens for ZeRO-3, width for tp. ZeRO-3 on 64 ranks, with 8,192 tokens, has 6,241 FLOP per byte; an H100 asks for 1,670 on NVLink, 15,000 on one network link.
+# > - Every axis divides something else, and stops where a rank computes too little for each byte that it sends. ZeRO-3 needs tokens, tp width. ZeRO-3 on 64 ranks, with 8,192 tokens, has 6,241 FLOP per byte; an H100 asks for 1,670 on NVLink.
 # >   <!-- claim: (lambda r: round(r.products / r.link))(planner.Rates.of(config.Hardware.named("H100"))) == 1670 -->
 # > - A plan fails where the fullest rank is full: count it with its own layers, its own micro-batches, and every axis.
-# > - Five numbers, fitted to five runs, predict 17 others with a mean error of 2.9 % (7.3 % at worst). One rate with 6N has 26 % (54 %), with attention's FLOPs as well 18 % (44 %), usual rates with one fitted factor 3.9 % (7.7 %).
+# > - Five numbers, fitted to five runs, predict 17 others with a mean error of 2.9 % (7.3 % at worst). One rate, with attention counted, has 18 % (44 %); five usual rates with one fitted factor have 3.9 % (7.7 %).
 # >   <!-- claim: (lambda runs, device: (lambda five: (lambda off: [round(100 * float(abs(off).mean()), 1), round(100 * float(abs(off).max()), 1)])(planner.residuals([r for r in runs if r not in five], planner.calibrate(five, device))))(planner.which_runs(runs, device)))(planner.measured(), config.Hardware.named("B200")) == [2.9, 7.3] -->
 # > - Of 16,524 legal plans for Llama-3.1-70B on 64 H100, 3,681 fit, and 13 are within 3 % of the best. (Of Llama-3.1-8B's 75 % fit.)
 # >   <!-- claim: (lambda found, small: [len(found), int(found.fits.sum()), len(found.ties), round(100 * float(small.fits.mean()))])(*(planner.search(__import__("dataclasses").replace(claims.llama_on_64_h100(), model=__import__("dataclasses").replace(config.ModelConfig.named(name), seq_len=8192))) for name in ("llama-3.1-70b", "llama-3.1-8b"))) == [16524, 3681, 13, 75] -->
