@@ -334,9 +334,9 @@ reveal("7b/step", GB=round(whole["LoRA over nf4"].total / 1e9, 1))
 
 # %% [markdown]
 # **It does not fit: activations alone take 23.7 of 24 GB.** Rows of 1,024 tokens would fit (20.1 GB over bf16). So would adapters on queries and values alone (23.1 GB over NF4).
+#   <!-- claim: (lambda m, step: [round(each.total / 1e9, 1) for each in (step(__import__("dataclasses").replace(m, seq_len=1024), rank=16), step(m, rank=16, pattern=("query", "value"), frozen="nf4"))])(config.ModelConfig.named("llama-2-7b"), rigs.lora.at_the_loss) == [20.1, 23.1] -->
 #
 # Otherwise you need checkpointing (lab 04). Each layer adds the same bytes, so dry runs of two and three layers give those of all 32:
-#   <!-- claim: (lambda m, step: [round(each.total / 1e9, 1) for each in (step(__import__("dataclasses").replace(m, seq_len=1024), rank=16), step(m, rank=16, pattern=("query", "value"), frozen="nf4"))])(config.ModelConfig.named("llama-2-7b"), rigs.lora.at_the_loss) == [20.1, 23.1] -->
 
 # %%
 for name in ("bf16", "nf4"):
@@ -369,10 +369,10 @@ reveal("7b/flops", percent=round(100 * share))
 
 # %% [markdown]
 # LoRA saves the gradients of W. They are less than a third of full fine-tuning's FLOPs, as attention's own products have no weights. The adapters add a little. (A test counts every product that runs.) The longer the rows, the larger attention's share, and the less LoRA saves: 32 % of the FLOPs with 512 tokens in a row, 28 % with 4,096 and 20 % with 16,384.
+#   <!-- claim: [(lambda m: round(100 - 100 * sum(lora.training_flops(m, rank=16).values()) / m.flops_per_token()))(__import__("dataclasses").replace(config.ModelConfig.named("llama-2-7b"), seq_len=s)) for s in (512, 4096, 16384)] == [32, 28, 20] -->
 #
 # Recomputation, which the card asked for, takes more than LoRA has saved: it runs all blocks forward once more, 15 GFLOPs per token. But full fine-tuning would have to recompute as well. Where both do, LoRA takes 79 % of its FLOPs.
 #   <!-- claim: (lambda m, p: (lambda again: round(100 * (sum(p.values()) + again) / (m.flops_per_token() + again)))(p["outputs"] - 2 * m.vocab_size * m.d_model))(config.ModelConfig.named("llama-2-7b"), lora.training_flops(config.ModelConfig.named("llama-2-7b"), rank=16)) == 79 -->
-#   <!-- claim: [(lambda m: round(100 - 100 * sum(lora.training_flops(m, rank=16).values()) / m.flops_per_token()))(__import__("dataclasses").replace(config.ModelConfig.named("llama-2-7b"), seq_len=s)) for s in (512, 4096, 16384)] == [32, 28, 20] -->
 #
 # FLOPs are not yet time. Here are the times of this GPT, and of one six times as wide with 128 tokens in a row:
 
@@ -442,9 +442,9 @@ ring.diff(world.ledger.only(name="all_reduce"), by="rank")
 
 # %% [markdown]
 # Here the gradients of both are in fp32. On Llama-2-7B, LoRA at r = 16 reduces 160 MB on each rank, and full fine-tuning 13.5 GB in bf16. That is 1.2 % of the bytes for 0.6 % of the numbers, as adapters stay in fp32.
+#   <!-- claim: (lambda m: (lambda nbytes: [round(nbytes / 1e6), round(2 * m.num_params / 1e9, 1), round(100 * nbytes / m.num_params / 2, 1)])(4 * lora.trainable(m, rank=16)))(config.ModelConfig.named("llama-2-7b")) == [160, 13.5, 1.2] -->
 #
 # With tensor parallelism, the model is cut first, as an adapter is cut like its layer; then comes `adapt`, and then replicas or shards.
-#   <!-- claim: (lambda m: (lambda nbytes: [round(nbytes / 1e6), round(2 * m.num_params / 1e9, 1), round(100 * nbytes / m.num_params / 2, 1)])(4 * lora.trainable(m, rank=16)))(config.ModelConfig.named("llama-2-7b")) == [160, 13.5, 1.2] -->
 
 # %% [markdown]
 # ## Does it learn, and what does it forget?
@@ -632,9 +632,9 @@ for r, (recorded, which) in fixed.items():
 # The best rate of r = 16 is an eighth of that of r = 1, between 1/16 and 1/√16. With the division (α = 32 for both) it is twice that of r = 1, which is one step of the sweep and within the errors. **So the division spares a search for the rate.**
 #
 # The loss at the best rate does not ask for the division. Without it, r = 1 and r = 16 both end lower than with α = 32: by 0.02 in the mean, and in each of the three seeds that both sweeps have. And r = 16 ends at 0.083, where full fine-tuning ends.
+#   <!-- claim: [(lambda lower: min(lower) > 0 and round(sum(lower) / 3, 2))(claims.lora_with_alpha_8r(rank)) for rank in ("1", "16")] == [0.02, 0.02] -->
 #
 # Two variants: *rsLoRA* divides by √r, not by r (not tried here). *LoRA+* gives B a larger rate than A.
-#   <!-- claim: [(lambda lower: min(lower) > 0 and round(sum(lower) / 3, 2))(claims.lora_with_alpha_8r(rank)) for rank in ("1", "16")] == [0.02, 0.02] -->
 #
 # ### Further: on text
 #

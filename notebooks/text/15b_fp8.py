@@ -276,7 +276,7 @@ plots.curves(
 # %% [markdown]
 # ## When does it fail without a scale?
 #
-# It fails where gradients are smaller than here. The mean loss divides each gradient by the number of tokens, here 256. A device that accumulates a million tokens in such micro-batches multiplies each loss by its share of them, $2^{-12}$ (lab 05). If 64 data-parallel ranks share these tokens, it is $2^{-6}$: each divides by its own only, as the mean over ranks comes after the backward pass.
+# It fails where gradients are smaller than here. The mean loss divides each gradient by the number of tokens, here 256. A device that accumulates a million tokens in such micro-batches multiplies each loss by its share, $2^{-12}$ (lab 05). If 64 data-parallel ranks share these tokens, it is $2^{-6}$: each divides by its own only, as the mean over ranks comes after the backward pass.
 #
 # > The loss is multiplied by $2^{-12}$. How many percent of the fp32 run's gain in loss does the unscaled run keep? (Thirty steps, three seeds. Gradients are divided by $2^{-12}$ before clipping and AdamW. Everything but 8-bit operands is in fp64.)
 
