@@ -374,7 +374,7 @@ reveal("7b/flops", percent=round(100 * share))
 # Recomputation, which the card asked for, takes more than LoRA has saved: it runs all blocks forward once more, 15 GFLOPs per token. But full fine-tuning would have to recompute as well. Where both do, LoRA takes 79 % of its FLOPs.
 #   <!-- claim: (lambda m, p: (lambda again: round(100 * (sum(p.values()) + again) / (m.flops_per_token() + again)))(p["outputs"] - 2 * m.vocab_size * m.d_model))(config.ModelConfig.named("llama-2-7b"), lora.training_flops(config.ModelConfig.named("llama-2-7b"), rank=16)) == 79 -->
 #
-# FLOPs are not yet time. Here are the times of this GPT, and of one six times as wide with 128 tokens in a row:
+# FLOPs are not yet time. Here is LoRA's share of the time, for this GPT and for one six times as wide with 128 tokens in a row:
 
 
 # %%
@@ -703,9 +703,9 @@ for row in rigs.lora.sweep("merged").rows:
     print(", ".join(f"{name} {value}" for name, value in row.items()))
 
 # %% [markdown]
-# Merging into bf16 costs nothing that shows. Merging into NF4 costs 0.001 to 0.005 nats in each of three seeds, up to 44 % of so small a loss.
+# Merging into weights in bf16 costs nothing that shows. Merging into NF4 costs 0.001 to 0.005 nats in each of three seeds, up to 44 % of so small a loss.
 #
-# The control shows why: rounding W alone is harmless, since W lies on NF4's grid already, and W + Δ does not. So QLoRA's adapters stay beside W, or W is made whole first. Several adapters may stand beside one frozen model. On disk each is A and B alone (`lora.state`).
+# The control shows why: rounding W alone is harmless, since W lies on NF4's grid already. W + Δ does not lie on it. So QLoRA's adapters stay beside W, or W is made whole first. Several adapters may stand beside one frozen model. On disk each is A and B alone (`lora.state`).
 #
 # ### Exercise 14.3 · Bug hunt: the layer that merges (12 min, ●●●)
 #

@@ -94,7 +94,7 @@ show(quantization.cast)
 # %% [markdown]
 # ## How wrong does the gradient become?
 #
-# Weights and batch are fixed. One backward pass runs in fp64, another with 8-bit operands in all layers of the blocks. The *error* is the distance between the two gradients, relative to the first. Five schemes:
+# Weights and batch are fixed. One backward pass runs in fp64, another with 8-bit operands in all layers of the blocks. The *error* is the distance between the two gradients, relative to that of fp64. Five schemes:
 #
 # | scheme | forward, backward | scale |
 # |---|---|---|
@@ -276,7 +276,7 @@ plots.curves(
 # %% [markdown]
 # ## When does it fail without a scale?
 #
-# It fails where gradients are smaller than here. The mean loss divides each gradient by the number of tokens, here 256. A device that accumulates a million tokens in such micro-batches multiplies each loss by its share, $2^{-12}$ (lab 05). If 64 data-parallel ranks share these tokens, it is $2^{-6}$: each divides by its own only, as the mean over ranks comes after the backward pass.
+# It fails where gradients are smaller than here. The mean loss divides each gradient by the number of tokens, here 256. A device that accumulates a million tokens in such micro-batches multiplies each loss by its share, $2^{-12}$ (lab 05). If 64 data-parallel ranks share these tokens, the share is $2^{-6}$: each divides by its own only, as the mean over ranks comes after the backward pass.
 #
 # > The loss is multiplied by $2^{-12}$. How many percent of the fp32 run's gain in loss does the unscaled run keep? (Thirty steps, three seeds. Gradients are divided by $2^{-12}$ before clipping and AdamW. Everything but 8-bit operands is in fp64.)
 
@@ -518,7 +518,7 @@ for (name, k), three in ends.items():
     print(f"{name:16} outlier {k:6}", *(f"{each:6.1%}" for each in lost))
 
 # %% [markdown]
-# Without an outlier int8 loses nothing that shows. With one of 100, int8 with one scale loses 10 to 13 % of what the blocks contribute, and with tiles 1 to 2 %. At 100,000, e4m3 with one scale ends up to 9 % higher or lower, and with tiles within 1 %.
+# Without an outlier int8 loses nothing that shows. At 100, int8 with one scale loses 10 to 13 % of what the blocks contribute, and with tiles 1 to 2 %. At 100,000, e4m3 with one scale ends up to 9 % higher or lower, and with tiles within 1 %.
 
 # %% [markdown]
 # ## Further: what if the matrix unit applies the scales?
@@ -564,7 +564,7 @@ for to, way in ways.items():
     print(f"the largest number to {to:9}:", *off)
 
 # %% [markdown]
-# 256 to 512 is the standard's rule. It clips largest numbers above 448, by up to an eighth. 224 to 448 is Transformer Engine's rule, and clips nothing. It wins back half of what the standard's rule loses against the exact scale, or more. The rest is the price of a power of two.
+# 256 to 512 is the standard's rule. It clips largest numbers above 448, by up to an eighth. 224 to 448 is Transformer Engine's rule, and clips nothing. It wins back half or more of what the standard's rule loses against the exact scale. The rest is the price of a power of two.
 #
 # In four bits the error of the gradient is 15 to 19 %. NVIDIA's recipe for training in NVFP4 (2025) takes four measures:
 #
@@ -608,14 +608,14 @@ for name, row in off.items():
 # %% [markdown]
 # **Here it pays late, and little.** Over 16 batches rounding to nearest is still ahead: its errors change from batch to batch, so most of them average out, too. A part of them does not. Over 64 batches stochastic rounding is ahead in every seed, with 2.1 against 2.2 % in the mean.
 #
-# Rounding inputs and weights as well costs far more: 11 % stay, however gradients are rounded. The rotation wins back 0.3 to 0.5 percentage points at 64 batches, in each seed. This small GPT has no outliers for it to spread.
+# Rounding inputs and weights as well costs far more: an error of 11 % stays, however gradients are rounded. The rotation wins back 0.3 to 0.5 percentage points at 64 batches, in each seed. This small GPT has no outliers for it to spread.
 #
 # So the two measures that were tried show little on this model. (NVIDIA's 12B model, trained with this recipe on 10 trillion tokens, has 62.58 % on MMLU-Pro, and its FP8 run 62.62 %.)
 
 # %% [markdown]
 # ## Which bytes are saved?
 #
-# A weight that is multiplied in 8 bits still has to be *stepped*. A step moves a weight of 1 by a thousandth, and the next e4m3 number is an eighth away, so the step would be lost (lab 02). So the formats in which states are *kept* are a choice of their own.
+# A weight that is multiplied in 8 bits still has to be *stepped*. A step moves a weight of 1 by a thousandth, and the next e4m3 number is an eighth away: the step would be lost (lab 02). So the formats in which states are *kept* are a choice of their own.
 
 # > bf16 training holds 16 bytes per parameter (lab 02). How many does Transformer Engine hold, whose products are in 8 bits?
 
@@ -642,7 +642,7 @@ engine = RECIPES["Transformer Engine"].bytes_per_parameter
 reveal("te/bytes", bytes_per_parameter=engine)
 
 # %% [markdown]
-# Sixteen, as in bf16. Its 8-bit operands are made for a product and forgotten, and its states are the fp32 ones of autocast (lab 02). Only *keeping* weights, gradients and moments in few bits saves bytes.
+# Sixteen, as in bf16: 8-bit operands are made for a product and forgotten, and states are the fp32 ones of autocast (lab 02). Only *keeping* weights, gradients and moments in few bits saves bytes.
 #
 # Does the count hold? `KeptAdam` keeps the linear layers of the blocks as a recipe says, and the rest in fp32. First the formula against a dry run, then every recipe against the real program:
 
@@ -700,7 +700,7 @@ print(f"against bf16: {L * tokens * (h + f) / half:.0%}")
 # %% [markdown]
 # **Against bf16, the usual rival, 8-bit inputs save 10 % of the activations here:** a block saves h + f bytes per token. With one matrix for queries, keys and values, as is usual, it saves 3h + f.
 #
-# Against fp32 it is 23 %, and not three quarters, for two reasons. Norms, attention and GELU keep what they kept. And queries, keys and values read *one* input, which fp32 keeps once and these layers three times. (The 6 · 4 bytes are scales.)
+# Against fp32 they save 23 %, and not three quarters, for two reasons. Norms, attention and GELU keep what they kept. And queries, keys and values read *one* input, which fp32 keeps once and these layers three times. (The 6 · 4 bytes are scales.)
 #
 # ### Further: and messages?
 #
@@ -758,9 +758,9 @@ for tokens in (1_536, 3_072, 8_192):
     print(f"{tokens:,} tokens:", *(f"{1e3 * end:6.1f} ms" for end in ends))
 
 # %% [markdown]
-# So the gain depends on the tokens of a rank. At 1,536 messages decide, and products in 8 bits alone bring 4 %. At 8,192 products hide nearly all messages, and sending them in 8 bits brings only 2 %.
+# So the gain depends on the tokens of a rank. At 1,536 messages decide, and products in 8 bits alone bring 4 %. At 8,192 products hide nearly all messages, and sending them in 8 bits brings only 2 %. (torchao sends no gradients in 8 bits.)
 #
-# (torchao sends no gradients in 8 bits.) The times leave out casts, and the products of attention and head, which stay in bf16. **Amdahl's law** says what these products cost: if a share a of the FLOPs runs twice as fast, a step is 1 / (1 − a/2) times as fast. Here it is for Llama-3.1-8B, by tokens in a row. (Attention is counted in full; a causal kernel leaves out up to half of it.)
+# The times leave out casts, and the products of attention and head, which stay in bf16. **Amdahl's law** says what these products cost: if a share a of the FLOPs runs twice as fast, a step is 1 / (1 − a/2) times as fast. Here it is for Llama-3.1-8B, by tokens in a row. (Attention is counted in full; a causal kernel leaves out up to half of it.)
 
 # %%
 for s in (2048, 8192, 32768, 131072):
@@ -775,7 +775,7 @@ for s in (2048, 8192, 32768, 131072):
 # Eight of the sixteen bytes are Adam's moments. **8-bit Adam** keeps each as one of 256 values, the *dynamic code*. These values span seven decades, and each decade has twice as many of them as the one below. Each *block* of 2,048 numbers is divided by its own largest.
 
 # %% [markdown]
-# Thirty steps of training cannot judge the code: seeds are farther apart than what it changes. So take twenty steps with exact moments m and v, round these, and look at the next step. How far is it off, and how far does any weight move, in learning rates?
+# Thirty steps of training cannot judge the code: seeds differ by more than it changes. So take twenty steps with exact moments m and v, round these, and look at the next step. How far is it off, and how far does any weight move, in learning rates?
 #
 # The first two rows have the dynamic code, in blocks and with one scale for a matrix. The others have *even* steps, values that are equally far apart, in blocks: for both moments, for m, for v, and for m and √v.
 
@@ -902,17 +902,17 @@ explore(
 # %% [markdown]
 # ## Summary
 #
-# > - e4m3 reaches to 448, e5m2 to 57,344 with one bit of precision less. A scale brings each tensor into range. What is beyond is clipped, as an infinity times 0 is no number.
+# > - e4m3 reaches to 448, e5m2 to 57,344 with one bit of precision less. A scale brings each tensor into range. What is beyond is clipped and not made infinite, as infinity times 0 is no number.
 # >   <!-- claim: (quantization.largest(quantization.F8_E4M3), quantization.largest(quantization.F8_E5M2)) == (448, 57344) -->
 # > - Without a scale, at the loss scale of a large batch, all gradients of the blocks are zero. With one for each tensor, the loss scale does not matter. (One well-chosen loss scale for all does as well here.)
 # >   <!-- claim: quantization.cast(torch.tensor([2.0**-18]), quantization.F8_E5M2).float().item() == 0 -->
 # > - A delayed scale needs some steps until every layer has seen its gradients, and clips what outgrows its history.
 # > - Judge a format by the error of Adam's step, not of the whole gradient: without a scale the step is off by a third here, the gradient by 7 %.
-# > - Without outliers int8 is as precise as 8-bit floats, or more. Here it breaks at an outlier of 100. e4m3 keeps its digits over a factor of 28,672, and loses one after the other up to 229,376.
+# > - Without outliers int8 is as precise as 8-bit floats, or more. Here it breaks at an outlier of 100. e4m3 keeps its digits over a factor of 28,672, and loses one by one up to 229,376.
 # >   <!-- claim: [floats.E4M3.max / each for each in (floats.E4M3.min_normal, floats.E4M3.min_subnormal)] == [28672, 229376] -->
 # > - A sum of 4,096 products in 14 bits is off by 0.3 % here, and moved to fp32 every 128 by 0.01 %.
 # > - A tile confines an outlier to 128 numbers of a row: at one of 100 the gradient in int8 is off by 17 % here, and by 69 % with one scale. A tile lies along the dim that is added up, so it is 1 × 128; for weights, which are multiplied both ways, 128 × 128.
-# > - Products in 8 bits save no model states: 16 bytes per parameter remain 16. What is *kept* in few bits saves: three recipes take 15, 10 and 9, and both moments in blocks make it 10.
+# > - Products in 8 bits save no model states: 16 bytes per parameter remain 16. What is *kept* in few bits saves bytes: three recipes take 15, 10 and 9, and both moments in blocks make it 10.
 # >   <!-- claim: [quantization.RECIPES[n].bytes_per_parameter for n in ("Transformer Engine", "DeepSeek-V3", "nanotron", "FP8-LM", "8-bit Adam")] == [16, 15, 10, 9, 10] -->
 #
 # Next: how the learning rate follows the batch.
