@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 14 · Fine-tune beside the weights
 #
-# **A model of 6.7 billion weights takes 108 GB to fine-tune, 16 bytes for each. What do you save, and what do you lose, if you freeze them all and train two thin matrices beside each?**
+# **Fine-tuning 6.7 billion weights takes 108 GB, 16 bytes for each. What do you save, and what do you lose, if you freeze them all and train two thin matrices beside each weight matrix?**
 #
 # *90 min, and 25 further · before this: labs 03, 04 and 08 · needs a laptop, no GPU and no network*
 
@@ -11,8 +11,8 @@
 # After this lab you
 #
 # - train a low-rank update beside a frozen layer, from a start that changes nothing (exercise 14.1),
-# - know how many numbers LoRA trains, and which bytes it saves and which it does not (exercise 14.2),
-# - merge an adapter so that it costs nothing, once, and can be taken out again (exercise 14.3, a bug hunt).
+# - know how many numbers LoRA trains, and which bytes it saves (exercise 14.2),
+# - merge an adapter, once, so that it costs nothing and can be taken out again (exercise 14.3, a bug hunt).
 
 # %% [markdown]
 # ## Setup
@@ -51,7 +51,7 @@ from labutils.world import World
 #
 # $$ y \;=\; W x \;+\; \frac{\alpha}{r}\,B A\,x, \qquad W[d, k],\quad B[d, r],\quad A[r, k]. $$
 #
-# Here r, the *LoRA rank*, is a small number, and α a constant that you choose. A query matrix of a 7B model and its adapter, drawn to scale:
+# The *LoRA rank* r is a small number. α is a constant that you choose; divided by r it scales the update. A query matrix of a 7B model and its adapter, drawn to scale:
 
 # %%
 plots.low_rank(4096, 4096, 16)
@@ -62,7 +62,7 @@ plots.low_rank(4096, 4096, 16)
 # %% [markdown]
 # ## What does the first step change?
 #
-# A is drawn at random and B is zero: B·A·x is zero, and fine-tuning begins at the *pre-trained function*.
+# A is drawn at random and B begins at zero. So B·A·x is zero, and fine-tuning begins at the *pre-trained function*.
 
 # %%
 torch.manual_seed(0)
@@ -85,11 +85,11 @@ moves = " and ".join(name for name in sizes if sizes[name])
 reveal("first/gradient", *said, of=moves)
 
 # %% [markdown]
-# With G the gradient of the output y,
+# G is the gradient of the output y:
 #
 # $$ \nabla_A = \tfrac{\alpha}{r}\,B^\top G\,x^\top, \qquad \nabla_B = \tfrac{\alpha}{r}\,G\,(A x)^\top . $$
 #
-# The gradient of A is zero as long as B is, and the other way round. What if *both* begin at zero? Try it:
+# The gradient of A has a factor B, and that of B a factor A. So in the first step only B has a gradient. What if *both* begin at zero? Try it:
 
 # %%
 zeros = lora.wrap(nn.Linear(64, 48), rank=4, alpha=8)
@@ -101,11 +101,11 @@ for _ in range(100):
 sum(p.abs().sum().item() for p in zeros.adapters.parameters())
 
 # %% [markdown]
-# After a hundred steps both are what they were.
+# After a hundred steps both are still zero.
 #
 # ### Exercise 14.1 · Give a layer an adapter (12 min, ●●○)
 #
-# Mind the factor α/r, what is frozen, and that B·A as a matrix would be as large as W.
+# Mind the factor α/r and what is frozen. Do not form B·A: it would be as large as W.
 
 
 # %%
@@ -132,9 +132,9 @@ show(lora.Adapter)
 # %% [markdown]
 # ## How many numbers are trained, and which bytes does that save?
 #
-# An adapter of W[d, k] has r·(d + k) numbers. `lora.trainable` adds them up over the layers that a pattern names, from the table of the model's parts (`anatomy`).
+# An adapter of W[d, k] has r·(d + k) numbers. `lora.trainable` adds them up over the layers that a pattern names.
 #
-# The paper adapts the query and value matrices of GPT-3, 96 layers of width 12,288.
+# The paper adapts the query and value matrices of GPT-3: 96 layers of width 12,288.
 #
 # > With r = 1, how many million numbers are trained, of 175 billion?
 
@@ -149,7 +149,7 @@ reveal("gpt3/trained", M=round(trained / 1e6, 2))
 # %% [markdown]
 # ### Exercise 14.2 · Count what is trained and held (8 min, ●○○)
 #
-# Adapters are kept in fp32 whatever the frozen layers are, and AdamW steps them.
+# Only the adapters are stepped, by AdamW.
 
 
 # %%
@@ -170,7 +170,7 @@ check("lora/held", fine_tuned)
 hint("lora/held", 1)
 
 # %% [markdown]
-# Now a whole model: by a formula, by a dry run (the program on fake tensors), and by the program. This GPT of 100,000 weights learns to add below; `rigs.lora.sums(8)` are its tokens and targets in base 8.
+# Now the states of a whole model: by a formula, by a dry run (the program on fake tensors), and by the program. The model is a GPT of 100,000 weights, which learns to add below; `rigs.lora.sums(8)` has its tokens and targets.
 
 # %%
 tokens, targets = (side[:32].clone() for side in rigs.lora.sums(8))
@@ -211,7 +211,7 @@ formula.diff(dry)
 dry.diff(held(None))
 
 # %% [markdown]
-# The formula and the dry run for Llama-2-7B (the buffers are RoPE's tables):
+# Formula and dry run for Llama-2-7B (the buffers are RoPE's tables):
 
 # %%
 llama = ModelConfig.named("llama-2-7b")
@@ -219,7 +219,7 @@ dry = World(Mesh(), engine="dry").run(held, config=llama, r=16, rows=1)
 formulas.states(llama, rigs.lora.fine_tuning(rank=16, frozen="fp32")).diff(dry)
 
 # %% [markdown]
-# Usually the frozen weights are in bf16. Full fine-tuning takes 16 bytes for each weight (lab 02).
+# Here the frozen weights are in fp32; usually they are in bf16. Full fine-tuning takes 16 bytes for each weight (lab 02).
 #
 # > Llama-2-7B takes 107.8 GB for full fine-tuning. How many GB with LoRA at r = 16, activations left out?
 
@@ -232,9 +232,13 @@ print(f"trained: {lora.trainable(llama, rank=16) / llama.num_params:.2%}")
 reveal("7b/lora", GB=round(states.total / 1e9, 1))
 
 # %% [markdown]
-# What is left is frozen weights.
+# Frozen weights are 13.5 of the 14.1 GB.
 #
-# **QLoRA** makes the frozen weights small too. *NF4*, 4-bit NormalFloat, has sixteen values, quantiles of a normal distribution; each block of 64 weights has a scale, and scales are quantized once more in blocks of 256 (*double quantization*): 4 + 8/64 + 32/(64·256) = 4.127 bits per weight. Embedding and head stay in bf16. For each product a layer makes its weight whole again, and forgets it (lab 15 builds it). The small GPT over NF4, formula and program, and then Llama-2-7B by the formula:
+# **QLoRA makes the frozen weights small, too.** In *NF4*, 4-bit NormalFloat, a weight is one of sixteen values, quantiles of a normal distribution, times a scale that each block of 64 weights shares.
+#
+# *Double quantization* makes the scales small: each takes 8 bits, and 256 of them share one scale of 32 bits. So a weight takes 4 + 8/64 + 32/(64·256) = 4.127 bits.
+#
+# For each product a layer makes its weight whole again, and then forgets it. Embedding and head stay in bf16. The small GPT over NF4, by formula and program, then Llama-2-7B by the formula:
 
 # %%
 formula = formulas.states(rigs.lora.ADDER, rigs.lora.fine_tuning(rank=4, frozen="nf4"))
@@ -253,7 +257,7 @@ plots.memory_bars(full_fine_tuning=full, **bars, capacity=card, title=title)
 # %% [markdown]
 # ## Does LoRA shrink the activations, too?
 #
-# The small GPT again, 32 sums of 8 tokens. LoRA at r = 4 trains 9,216 numbers, and 100,672 are frozen.
+# The small GPT again, with 32 sums of 8 tokens, and LoRA at r = 4.
 #
 # > Full fine-tuning keeps 2.59 MB of activations for the backward pass. How many MB does LoRA keep?
 
@@ -272,7 +276,7 @@ print({name: units.text(ledger.total) for name, ledger in kept.items()})
 reveal("activations/lora", MB=round(kept["LoRA"].total / 1e6, 2))
 
 # %% [markdown]
-# A's gradient needs x, its layer's input, as W's did. And attention and GELU keep what they kept: gradients pass through them on their way to the first adapter. Gone is what only the gradients of frozen weights need: the input of the head, and one of the two tensors that each norm keeps. Tensor by tensor:
+# **LoRA keeps most activations.** A's gradient needs x, its layer's input, as W's did. Attention and GELU keep what they kept, since gradients pass through them on their way to the first adapter. Only what the gradients of frozen weights alone needed is gone: the input of the head, and one of the two tensors that each norm keeps. The formula, tensor by tensor:
 
 # %%
 of_a_step = rigs.lora.fine_tuning(rank=4, frozen="fp32", batch=32)
@@ -280,7 +284,7 @@ formula = memory.activations(rigs.lora.ADDER, of_a_step)
 formula.diff(kept["LoRA"]).unexplained
 
 # %% [markdown]
-# With adapters on queries and values alone, the paper's choice, the layers without an adapter need no input, `down`'s, the widest, among them:
+# With adapters on queries and values alone, the paper's choice, the other layers need not keep their inputs. `down`'s is the widest:
 
 # %%
 model = GPT(rigs.lora.ADDER, attention="sdpa")
@@ -305,7 +309,7 @@ plots.memory_timeline(over(None, r=0))
 plots.memory_timeline(over(None))
 
 # %% [markdown]
-# With a vocabulary of 12 the step is fullest in the midst of the backward pass. With a vocabulary of 32,000 it is fullest where that pass begins: all activations are there, and beside the logits, b·s·v, two temporaries of their size, which count as *buffers*. Two layers of Llama-2-7B:
+# With this vocabulary of 12 the step is fullest in the midst of the backward pass. With Llama's 32,000 it is fullest where that pass begins. There all activations are alive, and two temporaries as large as the logits, which count as *buffers*. Two layers of Llama-2-7B:
 
 # %%
 two = replace(llama, num_layers=2)
@@ -314,7 +318,7 @@ formula = rigs.lora.at_the_loss(two, rank=16, batch=1, frozen="fp32")
 formula.diff(dry.peak.ledger, by="component")
 
 # %% [markdown]
-# So the card of 24 GB: Llama-2-7B at r = 16 with one sequence of its 4,096 tokens. By the same formula, states and activations where the step is fullest:
+# Does Llama-2-7B at r = 16 fit the card of 24 GB, with one sequence of its 4,096 tokens? The formula counts all bytes where the step is fullest.
 #
 # > LoRA over NF4 has 4.5 GB of states. How many GB does the step take?
 
@@ -329,8 +333,10 @@ whole = {
 reveal("7b/step", GB=round(whole["LoRA over nf4"].total / 1e9, 1))
 
 # %% [markdown]
-# Rows of 1,024 tokens would fit (20.1 GB over bf16), and adapters on queries and values alone (23.1 GB over NF4, by a hair). Else you need checkpointing (lab 04): `checkpointing.apply(model, "full")`. Each layer adds the same bytes, so dry runs of two and three give those of all 32.
+# **It does not fit: activations alone take 23.7 of 24 GB.** Rows of 1,024 tokens would fit (20.1 GB over bf16). So would adapters on queries and values alone (23.1 GB over NF4).
 #   <!-- claim: (lambda m, step: [round(each.total / 1e9, 1) for each in (step(__import__("dataclasses").replace(m, seq_len=1024), rank=16), step(m, rank=16, pattern=("query", "value"), frozen="nf4"))])(config.ModelConfig.named("llama-2-7b"), rigs.lora.at_the_loss) == [20.1, 23.1] -->
+#
+# Otherwise you need checkpointing (lab 04). Each layer adds the same bytes, so dry runs of two and three layers give those of all 32:
 
 # %%
 for name in ("bf16", "nf4"):
@@ -342,12 +348,12 @@ title = "Recomputation makes it fit 24 GB: most of a step is activations"
 plots.memory_bars(**whole, capacity=card, title=title)
 
 # %% [markdown]
-# Now LoRA over bf16 takes 16.0 GB, over NF4 7.
+# Now LoRA over bf16 takes 16.0 GB, and over NF4 7.0.
 
 # %% [markdown]
 # ## Further: what does it cost in time?
 #
-# Per token a training step multiplies three times: for outputs, for gradients of inputs, for gradients of weights. W has no gradient now. But gradients of inputs must still flow back to the first adapter, and each adapter adds 2·r·(d + k) FLOPs to each of the three.
+# A training step forms three products for each weight matrix: for outputs, for gradients of inputs, for gradients of weights. LoRA saves the third, since W has no gradient now. It does not save the second: gradients must still flow back to the first adapter. And each adapter adds 2·r·(d + k) FLOPs per token to each of the three.
 #
 # > Of the FLOPs of full fine-tuning, how many percent does LoRA at r = 16 take on Llama-2-7B?
 
@@ -362,11 +368,13 @@ for name, flops in passes.items():
 reveal("7b/flops", percent=round(100 * share))
 
 # %% [markdown]
-# What is saved is the gradients of W. They are less than a third of full fine-tuning, as attention's own products have no weights, and the adapters add a little. (A test counts every product that runs.) It is 28 % at 4,096 tokens in a row, and the less, the longer rows are: 32 % at 512, 20 % at 16,384. The recomputation that the card asked for runs all blocks forward once more, 15 GFLOPs per token, which is more than LoRA has saved. Full fine-tuning would have to recompute as well: where both do, LoRA takes 79 % of its FLOPs.
-#   <!-- claim: (lambda m, p: (lambda again: round(100 * (sum(p.values()) + again) / (m.flops_per_token() + again)))(p["outputs"] - 2 * m.vocab_size * m.d_model))(config.ModelConfig.named("llama-2-7b"), lora.training_flops(config.ModelConfig.named("llama-2-7b"), rank=16)) == 79 -->
+# LoRA saves the gradients of W. They are less than a third of full fine-tuning's FLOPs, as attention's own products have no weights. The adapters add a little. (A test counts every product that runs.) The longer the rows, the larger attention's share, and the less LoRA saves: 32 % of the FLOPs with 512 tokens in a row, 28 % with 4,096 and 20 % with 16,384.
 #   <!-- claim: [(lambda m: round(100 - 100 * sum(lora.training_flops(m, rank=16).values()) / m.flops_per_token()))(__import__("dataclasses").replace(config.ModelConfig.named("llama-2-7b"), seq_len=s)) for s in (512, 4096, 16384)] == [32, 28, 20] -->
 #
-# FLOPs are not yet time. This GPT, and one six times as wide with 128 tokens in a row:
+# Recomputation, which the card asked for, takes more than LoRA has saved: it runs all blocks forward once more, 15 GFLOPs per token. But full fine-tuning would have to recompute as well. Where both do, LoRA takes 79 % of its FLOPs.
+#   <!-- claim: (lambda m, p: (lambda again: round(100 * (sum(p.values()) + again) / (m.flops_per_token() + again)))(p["outputs"] - 2 * m.vocab_size * m.d_model))(config.ModelConfig.named("llama-2-7b"), lora.training_flops(config.ModelConfig.named("llama-2-7b"), rank=16)) == 79 -->
+#
+# FLOPs are not yet time. Here is LoRA's share of the time, for this GPT and for one six times as wide with 128 tokens in a row:
 
 
 # %%
@@ -395,10 +403,10 @@ for config, rows in ((rigs.lora.ADDER, 32), (wide, 4)):
 print("width 64: time falls less than the FLOPs:", falls_less[64])
 
 # %% [markdown]
-# In the narrow model LoRA may even take longer; in the wide one time comes nearer to the FLOPs. On GPT-3 the paper has 43.1 tokens per second and GPU instead of 32.5 (section 4.2): 75 % of the time.
+# In the narrow model LoRA may even take longer than full fine-tuning. In the wide one its time comes nearer to its FLOPs. On GPT-3 the paper has 43.1 tokens per second and GPU with LoRA, and 32.5 with full fine-tuning (section 4.2). So LoRA takes 75 % of the time.
 
 # %% [markdown]
-# **On several devices** (lab 08) only what is trained has gradients to reduce. Four ranks, a quarter of the sums each: are gradients equal, and how many bytes are sent?
+# **On several devices** (lab 08) only what is trained has gradients to reduce. Here four ranks take a quarter of the sums each. Are their gradients those of one device, and how many bytes are sent?
 
 
 # %%
@@ -433,13 +441,15 @@ print(f"{nbytes / (4 * rigs.lora.ADDER.num_params):.0%} of full fine-tuning's by
 ring.diff(world.ledger.only(name="all_reduce"), by="rank")
 
 # %% [markdown]
-# Both are in fp32 here. For Llama-2-7B at r = 16 a rank reduces 160 MB, 1.2 % of the 13.5 GB that full fine-tuning has in bf16: twice the share of the numbers, as adapters stay in fp32.
+# Here the gradients of both are in fp32. On Llama-2-7B, LoRA at r = 16 reduces 160 MB on each rank, and full fine-tuning 13.5 GB in bf16. That is 1.2 % of the bytes for 0.6 % of the numbers, as adapters stay in fp32.
 #   <!-- claim: (lambda m: (lambda nbytes: [round(nbytes / 1e6), round(2 * m.num_params / 1e9, 1), round(100 * nbytes / m.num_params / 2, 1)])(4 * lora.trainable(m, rank=16)))(config.ModelConfig.named("llama-2-7b")) == [160, 13.5, 1.2] -->
+#
+# With tensor parallelism, the model is cut first, as an adapter is cut like its layer; then comes `adapt`, and then replicas or shards.
 
 # %% [markdown]
 # ## Does it learn, and what does it forget?
 #
-# This model adds in base 10: "60+44=" is continued by "401", the digits of 104, the least significant one first. It was trained on 9,488 sums, and 512 are held out. Now it must learn to add in base 8.
+# This model adds in base 10: "60+44=" is continued by "401", the digits of 104, the least significant one first. 512 of the 10,000 sums were held out of its training. Now it must learn to add in base 8.
 
 # %%
 adder = GPT(rigs.lora.ADDER, attention="sdpa")
@@ -461,7 +471,7 @@ reveal("zero-shot/right", percent=round(100 * rigs.lora.score_sums(adder, 8)[1],
 print(f"{rigs.lora.carry_free(8):.1%} of the sums in base 8 carry nothing")
 
 # %% [markdown]
-# Those that carry nothing read the same in both bases. The rest must be learned: 150 steps of 32 sums, two seeds, full fine-tuning and LoRA (r = 4, α = 32), each at its best learning rate of the sweep below.
+# Sums that carry nothing read the same in both bases. The rest must be learned, in 150 steps of 32 sums. Full fine-tuning and LoRA (r = 4, α = 32) train with two seeds, each at its best rate of the sweep below.
 
 
 # %%
@@ -486,7 +496,7 @@ for scores_8, scores_10 in scores.values():
     print("base 10:", *(f"{score:.0%}" for score in scores_10))
 
 # %% [markdown]
-# Both learn, and both forget. Full fine-tuning needs a second copy of the model to go back; here, take the adapter out:
+# Both learn base 8, and both forget base 10. To go back, full fine-tuning needs a second copy of the model. LoRA does not: take the adapter out.
 
 # %%
 for model in tuned[4]:
@@ -495,7 +505,7 @@ same = [torch.equal(model(tokens), adder(tokens)) for model in tuned[4]]
 print("base 10:", right(tuned[4], 10), "the same bits:", same)
 
 # %% [markdown]
-# **Is the update of low rank?** That is what LoRA presumes. We have an update that nothing held to a low rank: that of full fine-tuning, W₈ − W₁₀ for each of the twelve matrices. Cut each to its r largest singular values, leave all else as it was trained, and let the model add in base 8.
+# **Is the update of low rank?** LoRA presumes that it is. Full fine-tuning can tell, since nothing held its update, W₈ − W₁₀, to a low rank. Cut the update of each of the twelve matrices to its r largest singular values, leave all else as trained, and let the model add in base 8.
 #
 # > Of 64 singular values in each matrix, how many does it take to get over 95 % of the sums right?
 
@@ -534,11 +544,11 @@ enough = min(r for r, share in shares.items() if min(share) > 0.95)
 reveal("update/rank", values=enough)
 
 # %% [markdown]
-# Cut to rank 4, full fine-tuning's own update still adds right: this task needs few directions, as LoRA presumes. (At twice the rate four leave 90 %; to base 9 two are enough.) But it is not LoRA's update: with embeddings, norms and head of base 10, which LoRA keeps, not even all 64 are enough.
+# **This task needs few directions, as LoRA presumes:** cut to rank 4, full fine-tuning's own update still adds right. (At twice the rate four values leave 90 % right; to base 9 two are enough.)
 #
-# Several adapters may stand beside one frozen model. On disk each is A and B alone (`lora.state`).
+# But it is not LoRA's update. LoRA keeps embeddings, norms and head of base 10, and with these even all 64 values get only about two thirds of the sums right.
 #
-# **Which learning rate, and which r?** Recorded beforehand, 60 steps, α = 32 and five seeds for each point, by `python tools/lora_sweep.py`. The band is the range of the seeds:
+# **Which learning rate, and which r?** This sweep was recorded by `python tools/lora_sweep.py`, with 60 steps, α = 32 and five seeds for each point. The band is the range of the seeds:
 
 # %%
 runs = rigs.lora.sweep("addition")
@@ -560,9 +570,9 @@ def table(runs):
 table(runs)
 
 # %% [markdown]
-# A loss is a mean ± its standard error; rates are tried by factors of two. With this α, LoRA's best rate is four to eight times that of full fine-tuning. At 0.0032 every LoRA rank is within its error of its best: one rate serves all ranks.
+# **With this α, LoRA's best rate is four to eight times that of full fine-tuning.** One rate serves every r: at 0.0032 each LoRA rank is within its error of its best. (Losses are means ± standard errors; rates are tried by factors of two.)
 #
-# **What is α for?** The same at r = 4, with other values of α (three seeds, `python tools/lora_sweep.py alpha`):
+# **What is α for?** Here is the sweep at r = 4 for other values of α (three seeds, the same tool):
 #
 # > With α = 128 in place of 32, how many times the rate of full fine-tuning is LoRA's best?
 
@@ -591,11 +601,11 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# With 128 times the α the best rate falls sixteenfold: a fourfold α about halves it. So "LoRA wants ten times the rate" is a sentence about its α, too. Set α once, such as 32, and sweep the rate (section 4.1).
+# From α = 4 to 512 the best rate falls sixteenfold: a fourfold α about halves it. So LoRA's best rate, in multiples of full fine-tuning's, depends on α. Set α once, such as 32, and sweep the rate (section 4.1).
 #
 # ### Further: which layers, and why is α divided by r?
 #
-# At this size r = 4 and r = 16 are not told apart. Do layers differ? Attention alone at r = 8, the feed-forward layers alone at r = 2:
+# At this size the sweep does not tell r = 4 and r = 16 apart. Does it tell layers apart? Here are adapters on attention alone at r = 8, and on the feed-forward layers alone at r = 2:
 
 # %%
 for pattern in ("attention.*", "feed_forward.*"):
@@ -603,9 +613,13 @@ for pattern in ("attention.*", "feed_forward.*"):
     print(f"{pattern:15}{runs.trained(pattern):6,} trained: {loss:.3f} ± {error:.3f}")
 
 # %% [markdown]
-# Each is worse than adapters on all layers at r = 4, by about two standard errors. Between the two no order shows, though attention alone trains three times as many numbers.
+# Both are worse than adapters on all layers at r = 4, by about two standard errors. No order shows between the two, though attention alone trains three times as many numbers.
 #
-# B·A is a sum of r products of a column and a row. Adam moves each number of B by about the rate, whatever r is. If all r products moved a weight the same way, together they would move it r times as far as one: that is what α/r takes away. In the first step they do not. The rows of A are drawn, and r of them move the weights √r times as far (tested). Which of the two do whole runs follow? Switch the division off: with α = 8r the factor before B·A is 8 for every r (the same record).
+# **What would happen without the division by r?** B·A is a sum of r products, each of a column of B and a row of A. Adam moves each number of B by about the learning rate, whatever r is. If all r products moved a weight the same way, together they would move it r times as far as one product does. That is what α/r takes away.
+#
+# In the first step they do not all move it the same way. The rows of A are drawn at random, so r of them move the weights √r times as far (tested).
+#
+# Which of the two do whole runs follow? Switch the division off: with α = 8r the factor before B·A is 8 for every r. If all products move a weight alike, the best rate of r = 16 should then be 1/16 of that of r = 1; if they do as in the first step, 1/√16 (the same record):
 
 # %%
 fixed = {"1": (others, {"alpha": "8"}), "4": (runs, {})}
@@ -615,19 +629,23 @@ for r, (recorded, which) in fixed.items():
     print(f"r {r:>2}: {loss:.3f} ± {error:.3f} at {lr:.1e}")
 
 # %% [markdown]
-# Now the best rate of r = 16 is an eighth of that of r = 1: between 1/√16 and 1/16. With α = 32 for both it is twice as large, one step of the sweep and within the errors. So the division spares a search for the rate. The loss at the best rate does not ask for it: r = 1 and r = 16 both end lower here than with α = 32, in each of the three seeds that both have, by 0.02 in the mean. And r = 16 with α = 128 ends at 0.083, where full fine-tuning ends. Two variants: *rsLoRA* divides by √r, not by r (not tried here); *LoRA+* gives B a larger rate than A.
+# The best rate of r = 16 is an eighth of that of r = 1, between 1/16 and 1/√16. With the division (α = 32 for both) it is twice that of r = 1, which is one step of the sweep and within the errors. **So the division spares a search for the rate.**
+#
+# The loss at the best rate does not ask for the division. Without it, r = 1 and r = 16 both end lower than with α = 32: by 0.02 in the mean, and in each of the three seeds that both sweeps have. And r = 16 ends at 0.083, where full fine-tuning ends.
 #   <!-- claim: [(lambda lower: min(lower) > 0 and round(sum(lower) / 3, 2))(claims.lora_with_alpha_8r(rank)) for rank in ("1", "16")] == [0.02, 0.02] -->
+#
+# Two variants: *rsLoRA* divides by √r, not by r (not tried here). *LoRA+* gives B a larger rate than A.
 #
 # ### Further: on text
 #
-# A GPT that has read Python's reference is fine-tuned to its source code, 120 steps, three seeds (the same tool):
+# A GPT that has read Python's reference is fine-tuned on Python's source code, for 120 steps with three seeds (the same tool):
 
 # %%
 text = rigs.lora.sweep("text")
 table(text)
 
 # %% [markdown]
-# Here LoRA *learns less*, with every seed, and the less, the smaller r is.
+# Here LoRA *learns less* than full fine-tuning with every seed, and the smaller r is, the less it learns.
 #
 # > At half its best rate, full fine-tuning still learns more than r = 4 at its best, and forgets 0.14 nats of the reference. How many nats does r = 4 forget?
 
@@ -650,12 +668,18 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# From corner to corner the rate doubles; each curve ends at its best. *What shows:* at 0.0008, where full fine-tuning ends and LoRA begins, every LoRA rank learns less and forgets less. Each at its best rate, only r = 1 forgets less. *What does not show:* that LoRA forgets less for what it learns; the highest curve is that of full fine-tuning. This is one model of 100,000 weights, one α and 120 steps. On Llama-2-7B, Biderman et al. (2024, *LoRA learns less and forgets less*) find about the same trade for both, and *LoRA without regret* finds LoRA equal to full fine-tuning where the data set is small.
+# From corner to corner the learning rate doubles; each curve ends at its best rate.
+#
+# *What shows:* at a rate of 0.0008, where full fine-tuning ends and LoRA begins, every LoRA rank learns less and forgets less. With each at its best rate, only r = 1 forgets less than full fine-tuning.
+#
+# *What does not show:* that LoRA forgets less for what it learns. The highest curve is that of full fine-tuning: it has learned more for as much forgotten.
+#
+# This is one model of 100,000 weights, one α and 120 steps. On Llama-2-7B, Biderman et al. (2024, *LoRA learns less and forgets less*) find about the same trade for both. *LoRA without regret* finds LoRA equal to full fine-tuning where the data set is small.
 
 # %% [markdown]
 # ## What does it cost after training?
 #
-# Beside W, the adapter's two products run for each token. Merged, W + (α/r)·B·A takes the place of W:
+# An adapter beside W costs two more products for each token. *Merged*, W + (α/r)·B·A takes the place of W:
 
 # %%
 model = tuned[4][0]
@@ -668,22 +692,24 @@ flops["plain"] = product_flops(lambda: adder(tokens))
 print(flops, "the same logits:", close)
 
 # %% [markdown]
-# No FLOP is left of it.
+# Merged, the adapter costs no FLOP.
 #
 # ### Further: and over NF4?
 #
-# There W + Δ has to be rounded to NF4 once more. Recorded, the loss in base 8 of adapters that have learned over NF4 (150 steps, r = 4; `python tools/lora_sweep.py merged`). The control rounds W alone again:
+# Over NF4, the merged weight W + Δ, with Δ = (α/r)·B·A, has to be rounded to NF4 once more. What does that cost? Recorded is the loss in base 8 of adapters that have learned over NF4 (150 steps, r = 4; `python tools/lora_sweep.py merged`). As a control, W alone is rounded again:
 
 # %%
 for row in rigs.lora.sweep("merged").rows:
     print(", ".join(f"{name} {value}" for name, value in row.items()))
 
 # %% [markdown]
-# Into bf16 the merge costs nothing that shows; into NF4 0.001 to 0.005 nats in each of three seeds, up to 44 % of so small a loss. The rounding of W alone is harmless, since W lies on NF4's grid already; W + Δ does not. QLoRA's adapters stay beside, or W is made whole first.
+# Merging into weights in bf16 costs nothing that shows. Merging into NF4 costs 0.001 to 0.005 nats in each of three seeds, up to 44 % of so small a loss.
+#
+# The control shows why: rounding W alone is harmless, since W lies on NF4's grid already. W + Δ does not lie on it. So QLoRA's adapters stay beside W, or W is made whole first. Several adapters may stand beside one frozen model. On disk each is A and B alone (`lora.state`).
 #
 # ### Exercise 14.3 · Bug hunt: the layer that merges (12 min, ●●●)
 #
-# Its test passes. It should merge once at the most, come out again to the bit, and cost one product while merged. None of the three holds.
+# The layer should merge at most once, give W back to the bit, and cost one product while merged. Its test passes, but none of the three holds.
 
 
 # %%
@@ -738,7 +764,7 @@ show(lora.LoraLinear.merge)
 # %% [markdown]
 # ## Further: turn the knobs
 #
-# A step of LoRA with one sequence, without checkpointing. With how many tokens does which model fit a card of 24 GB, and do the adapters show at r = 256?
+# The bars are a step of LoRA with one sequence, without checkpointing. Which model fits a card of 24 GB, and with how many tokens? Do the adapters show at r = 256?
 
 
 # %%
@@ -764,7 +790,7 @@ explore(knobs, states=27, model=models, r=[1, 16, 256], tokens=[512, 2048, 4096]
 # | merging | `merge_adapter()`, `unmerge_adapter()`, `merge_and_unload()` | `get_merged_lora_ckpt` | `examples/peft/merge_lora.py` |
 # | QLoRA | `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)` | `quantize_base=True` | – |
 #
-# Outputs, gradients and twenty steps here are PEFT's to the bit where α/r is a power of two (`tests/against_torch/test_peft.py`). Tensor parallelism comes first, as an adapter is cut like its layer; then `adapt`; then replicas or shards.
+# Where α/r is a power of two, outputs, gradients and twenty steps here are PEFT's to the bit (`tests/against_torch/test_peft.py`).
 
 # %% [markdown]
 # ## Errata
@@ -788,14 +814,14 @@ explore(knobs, states=27, model=models, r=[1, 16, 256], tokens=[512, 2048, 4096]
 # > - y = W·x + (α/r)·B·A·x: W is frozen, A drawn, B zero. With both zero nothing is ever learned.
 # > - An adapter has r·(d + k) numbers; on all matrices of Llama-2-7B's layers, at r = 16, that is 0.59 % of the model.
 # >   <!-- claim: (lambda m: round(100 * lora.trainable(m, rank=16) / m.num_params, 2))(config.ModelConfig.named("llama-2-7b")) == 0.59 -->
-# > - It saves gradients and optimizer state: of 107.8 GB of states 14.1 are left, of which 13.5 are the frozen weights. In NF4 with double quantization it is 4.5.
+# > - On Llama-2-7B LoRA saves gradients and optimizer state: 14.1 of 107.8 GB of states are left, 13.5 of them frozen weights. With these in NF4, 4.5 GB are left.
 # >   <!-- claim: (lambda m: [round(x / 1e9, 1) for x in (16 * m.num_params, predict.states(m, rigs.lora.fine_tuning(16)).total, 2 * m.num_params, predict.states(m, rigs.lora.fine_tuning(16, "nf4")).total)])(config.ModelConfig.named("llama-2-7b")) == [107.8, 14.1, 13.5, 4.5] -->
-# > - With adapters on all layers it saves few activations: a step of Llama-2-7B with 4,096 tokens takes 28.6 GB over NF4, unless it recomputes. And it saves 28 % of the FLOPs on Llama-2-7B with 4,096 tokens in a row: gradients still flow to the first adapter.
+# > - With adapters on all layers LoRA saves few activations: a step of Llama-2-7B with 4,096 tokens takes 28.6 GB over NF4, unless it recomputes. It saves 28 % of that step's FLOPs, as gradients still flow to the first adapter.
 # >   <!-- claim: round(rigs.lora.at_the_loss(config.ModelConfig.named("llama-2-7b"), rank=16, batch=1, frozen="nf4").total / 1e9, 1) == 28.6 -->
 # >   <!-- claim: (lambda m: round(100 - 100 * sum(lora.training_flops(m, rank=16).values()) / m.flops_per_token()))(config.ModelConfig.named("llama-2-7b")) == 28 -->
-# > - Merged it costs nothing. To take it out again to the bit, keep W: (W + Δ) − Δ is rounded twice.
-# > - Full fine-tuning's own update of the layers' matrices is of low rank here: of 64 singular values four are enough, beside the embeddings, norms and head that were trained with them.
-# > - Its best learning rate here is two to eight times that of full fine-tuning at α = 32, and falls as α grows. On this text it learns less, and less for what it forgets. Removed, the adapter leaves the model as it was.
+# > - A merged adapter costs nothing. To take it out again to the bit, keep W, since (W + Δ) − Δ is rounded twice.
+# > - Full fine-tuning's own update of the layers' matrices is of low rank here: four of 64 singular values are enough, together with the embeddings, norms and head that it trained.
+# > - At α = 32 LoRA's best learning rate here is two to eight times that of full fine-tuning, and falls as α grows. On this text it learns less, and less for what it forgets. Removed, the adapter leaves the model as it was.
 # >   <!-- claim: claims.lora_learns() == ([2, 8], True) -->
 #
 # Next: numbers of eight bits and fewer, for weights, activations and gradients.

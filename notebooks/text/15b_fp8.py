@@ -37,7 +37,7 @@ from labutils.world import World
 # %% [markdown]
 # ## The idea in one picture
 #
-# A linear layer forms three products in a training step. Forward it multiplies its inputs by its weights. Backward it multiplies the gradients of its outputs, once by the weights and once by the inputs. Here are these gradients by exponent, above the ranges of the two 8-bit formats, in a small GPT that has read some of Python's documentation:
+# A linear layer forms three products in a training step. Forward it multiplies its inputs by its weights. Backward it multiplies the gradients of its outputs, once by the weights and once by the inputs. Here are these gradients by exponent, in a small GPT that has read some of Python's documentation, above the ranges of the two 8-bit formats:
 
 # %%
 model = rigs.fp8.reader()
@@ -54,7 +54,7 @@ plots.exponent_histogram(counts["grad"], [floats.E5M2, floats.E4M3], title=title
 # %% [markdown]
 # ## Why two formats?
 #
-# e4m3 has four exponent and three mantissa bits, e5m2 five and two (lab 01): e4m3 spends a bit on precision, e5m2 on range. What becomes of inputs, weights and gradients without a scale?
+# e4m3 has four exponent and three mantissa bits, e5m2 five and two (lab 01). So e4m3 spends a bit on precision, and e5m2 on range. What becomes of inputs, weights and gradients without a scale?
 
 # %%
 for name, exponents in counts.items():
@@ -64,13 +64,13 @@ for name, exponents in counts.items():
         print(f"{name:7}{fmt}: {zero_share:4.0%} zero, {coarse:4.0%} coarse")
 
 # %% [markdown]
-# *Coarse* numbers are subnormal: they have fewer digits. Inputs fit both formats. In e4m3 half of the weights are coarse, which a scale will mend, and 98 % of the gradients become zero. The usual choice is e4m3 for inputs and weights, e5m2 for gradients.
+# *Coarse* numbers are subnormal: they have fewer digits. Inputs fit both formats. In e4m3 half of the weights are coarse, which a scale will mend. Of the gradients e4m3 rounds 98 % to zero, and e5m2 half as many. So the usual choice is e4m3 for inputs and weights, and e5m2 for gradients.
 #
 # A **scale** is a factor that moves a tensor into range. Multiply by it and round; multiply the *result* of the product by its inverse. The scale brings the largest |x|, the *amax*, to the format's largest number: 448 for e4m3, 57,344 for e5m2.
 #
 # ### Exercise 15.4 · Put a tensor into 8 bits (10 min, ●○○)
 #
-# amax is given. It may be larger or smaller than the largest |x|. If x is zeros, it is 0, and x stays zeros.
+# amax is given. It may be larger or smaller than the largest |x|. If all of x is zero, amax is 0, and x stays zero.
 
 
 # %%
@@ -94,7 +94,7 @@ show(quantization.cast)
 # %% [markdown]
 # ## How wrong does the gradient become?
 #
-# Weights and batch are fixed. One backward pass runs in fp64, another with 8-bit operands in all layers of the blocks. The *error* is how far apart both gradients are, relative to the first. Five schemes:
+# Weights and batch are fixed. One backward pass runs in fp64, another with 8-bit operands in all layers of the blocks. The *error* is the distance between the two gradients, relative to that of fp64. Five schemes:
 #
 # | scheme | forward, backward | scale |
 # |---|---|---|
@@ -125,10 +125,10 @@ said = "int", "int-8", "integers", "8-bit integers", "8 bit integers"
 reveal("schemes/best", *said, scheme=min(errors, key=errors.get))
 
 # %% [markdown]
-# int8 wins, here and on 14 of 16 other batches, as in lab 01: where numbers are of similar size, 255 equal steps are finer than an exponent. Outliers will change that.
+# int8 wins, here and on 14 of 16 other batches. It is as in lab 01: where numbers are of similar size, 255 equal steps are finer than an exponent. Outliers will change that.
 #   <!-- claim: (lambda model: sum(int(rigs.fp8.gradient_error(model, quantization.SCHEMES["int8"], b)[0] < rigs.fp8.gradient_error(model, quantization.SCHEMES["tiles"], b)[0]) for b in [next(rigs.fp8.excerpts(seed=s)) for s in range(100, 116)]))(rigs.fp8.reader()) == 14 -->
 #
-# The unscaled gradient is off by only 7 %, although e5m2 rounds nearly half of the gradients of outputs to zero. Why? The error is that of all twelve matrices as *one* vector, which the large ones decide. Here are the five matrices that are worst without a scale:
+# The unscaled gradient is off by only 7 %, although e5m2 rounds nearly half of the gradients of outputs to zero. Why? The error takes the gradients of all twelve matrices as *one* vector, and the large ones decide it. These five matrices are worst without a scale:
 
 # %%
 of_each = {
@@ -141,7 +141,7 @@ for path in reversed(worst):
     print(f"{path:27}", *(f"{errors[path]:9.0%}" for errors in of_each.values()))
 
 # %% [markdown]
-# Without a scale three matrices of twelve are off by two fifths to a half: they have the smallest gradients. Does that matter? Adam divides the mean of each number's gradients by the root of their mean square, so small gradients move a weight as far as large ones. Here is Adam's step after ten batches at these weights:
+# Without a scale three of twelve matrices are off by two fifths to a half: those with the smallest gradients. Does that matter? Adam divides the mean of each number's gradients by the root of their mean square. So small gradients move a weight as far as large ones. Here is Adam's step after ten batches at these weights:
 
 # %%
 def adams_step(scheme=None):
@@ -162,9 +162,9 @@ for name in of_each:
     print(f"{name:9} step off by {off:.1%}")
 
 # %% [markdown]
-# **Without a scale the gradient is off by 7 % and Adam's step by a third; with one, both are off by 3 to 5 %.** One number for the whole gradient hides what goes wrong. In Adam's step int8's lead over tiles is gone, too. (What this costs a run, thirty steps cannot tell.)
+# **Without a scale the gradient is off by 7 % and Adam's step by a third; with one, both are off by 3 to 5 %.** So one number for the whole gradient hides what goes wrong. int8's lead over tiles is gone in Adam's step, too.
 #
-# Does "current" lose its 5 % by the mantissa or by the range? Trade one for the other:
+# Does "current" lose its 5 % by too few mantissa bits, or by too small a range? Trade one for the other, in the forward and the backward pass:
 
 # %%
 for forward, backward in ((F8_E4M3, F8_E4M3), (F8_E4M3, F8_E5M2), (F8_E5M2, F8_E5M2)):
@@ -172,9 +172,9 @@ for forward, backward in ((F8_E4M3, F8_E4M3), (F8_E4M3, F8_E5M2), (F8_E5M2, F8_E
     print(str(forward)[13:17], str(backward)[13:17], f"{off:.1%}")
 
 # %% [markdown]
-# By the mantissa: with a scale e4m3 is the better format for these gradients, too. That is most of what tiles gain above: they use it for gradients, as DeepSeek-V3 does.
+# By the mantissa: with a scale, e4m3 is the better format for these gradients, too (3.7 %). That is most of what tiles gain above, since they use it for gradients, as DeepSeek-V3 does.
 #
-# **A tile** is a group of numbers with one scale. Its products are added up before the scale is applied, so a tile must lie *along the dim that is added up*. DeepSeek-V3's are 128 long. Each product adds up over another dim:
+# **A tile** is a group of numbers that share one scale. Their products are added up before the scale is applied, so a tile must lie *along the dim that is added up*. DeepSeek-V3's tiles are 128 long. Each product adds up over another dim:
 #
 # | product | adds up over |
 # |---|---|
@@ -221,7 +221,7 @@ close = largest < (1e-3 if fp8_gpu else 1e-5)
 print("equal but for the rounding of sums:", close.item())
 
 # %% [markdown]
-# On a CPU, yes. The matrix unit of an H800 (an H100 with slower links) adds with about 14 bits, DeepSeek-V3's authors write (section 3.3.2). So they move partial sums to fp32 every 128 products, and apply the scales of tiles there. What would 14 bits cost without that? The emulation cuts a sum after every 32 products.
+# On a CPU, yes. On an H800 (an H100 with slower links) the matrix unit adds with about 14 bits, DeepSeek-V3's authors write (section 3.3.2). So they move partial sums to fp32 every 128 products, and apply the scales of tiles there. What would 14 bits cost without these moves? The emulation cuts a sum after every 32 products.
 #
 # > Two random matrices are multiplied, with sums of 4,096 products. How large is the error, in percent of the product's norm?
 
@@ -268,15 +268,17 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# Sums that are cut off all err towards zero, so errors add up; rounded to the same 14 bits they mostly cancel. Is 0.3 % at 4,096 products much? Rounding the operands to e4m3 costs 4 %, but that error points both ways and does not grow with the sum. (DeepSeek reports almost 2 %, for the *worst* entry.) The rest of this lab sums in fp32 or fp64, which is kinder than an H100 without those moves.
+# **Errors of cut-off sums add up, since all of them point towards zero.** Rounded to the same 14 bits, sums err both ways, and errors mostly cancel.
+#
+# Is 0.3 % at 4,096 products much? Rounding the operands to e4m3 costs 4 %, but that error points both ways and does not grow with the sum. (DeepSeek reports almost 2 %, for the *worst* entry.) The rest of this lab sums in fp32 or fp64, which is kinder than an H100 without those moves.
 #   <!-- claim: (lambda a, b: round(100 * ((quantization.product(*(quantization.to_eight(each, quantization.F8_E4M3) for each in (a, b))) - a @ b.mT).norm() / (a @ b.mT).norm()).item()))(*torch.randn(2, 32, 4096, generator=torch.Generator().manual_seed(0))) == 4 -->
 
 # %% [markdown]
 # ## When does it fail without a scale?
 #
-# Where gradients are smaller than here. The mean loss divides each gradient by the number of tokens, here 256. A device that accumulates a million tokens in such micro-batches multiplies each loss by its share, $2^{-12}$ (lab 05). A data-parallel rank divides by its own tokens only, and the mean over ranks comes after the backward pass: with 64 ranks the share is $2^{-6}$.
+# It fails where gradients are smaller than here. The mean loss divides each gradient by the number of tokens, here 256. A device that accumulates a million tokens in such micro-batches multiplies each loss by its share, $2^{-12}$ (lab 05). If 64 data-parallel ranks share these tokens, the share is $2^{-6}$: each divides by its own only, as the mean over ranks comes after the backward pass.
 #
-# > The loss is multiplied by $2^{-12}$. How many percent of the fp32 run's gain in loss does the unscaled run keep? (Thirty steps, three seeds. Gradients are divided by $2^{-12}$ before clipping and AdamW. All but 8-bit operands is in fp64.)
+# > The loss is multiplied by $2^{-12}$. How many percent of the fp32 run's gain in loss does the unscaled run keep? (Thirty steps, three seeds. Gradients are divided by $2^{-12}$ before clipping and AdamW. Everything but 8-bit operands is in fp64.)
 
 # %%
 predict("unscaled/gain", percent=100)
@@ -325,7 +327,9 @@ gain = {name: sum(start - run[-1] for run in three) for name, three in runs.item
 reveal("unscaled/gain", percent=round(100 * gain["unscaled"] / gain["fp32"], -1))
 
 # %% [markdown]
-# An error of 100 % is a gradient of zero: at $2^{-12}$ the blocks get none. What still learns, and keeps 90 % of the gain, are the embeddings, which are the head as well, and the last norm. With a scale the blocks learn again, and the error is the same at every share. The cause is range: what is below $2^{-17}$, half of e5m2's smallest number, becomes zero:
+# An error of 100 % is a gradient of zero: at $2^{-12}$ the blocks get none. The unscaled run still keeps 90 % of the gain, since the last norm and the embeddings, which are the head as well, learn. With a scale the blocks learn again, and the error is the same at every share.
+#
+# The cause is range. What is below $2^{-17}$, half of e5m2's smallest number, becomes zero:
 
 # %%
 for said, share in shares.items():
@@ -333,7 +337,7 @@ for said, share in shares.items():
     print(f"loss times {said:4}: {gone:.0%} of the gradients of outputs become zero")
 
 # %% [markdown]
-# **Do 8 bits train as well?** Now the share is 1. First a control: what could this experiment see? Without any gradient for the blocks (unscaled at $2^{-12}$) the loss ends only a little higher. That difference is what the blocks contribute; a scheme's gap is judged as a part of it:
+# **Do 8 bits train as well?** Now the share is 1. First a control: what could this experiment see? Without any gradient for the blocks (unscaled at $2^{-12}$) the loss ends only a little higher. That difference is all that the blocks contribute, so a scheme's gap is judged as a part of it:
 
 # %%
 ends = {"no gradient for the blocks": runs["unscaled"]}
@@ -351,12 +355,12 @@ more = apart > contributed / 9
 print("but seeds of one scheme are farther apart than a third:", more)
 
 # %% [markdown]
-# In the mean of three seeds 8 bits keep more than two thirds of what the blocks contribute. Which scheme is best this experiment cannot say: seeds of one scheme differ by more than a third of it. (A test "within 0.25 of fp32" would see nothing: blocks without gradients pass it, too.) DeepSeek-V3 reports a relative gap below 0.25 % of the loss over about a trillion tokens.
+# In the mean of three seeds each scheme keeps more than two thirds of what the blocks contribute. This experiment cannot say which scheme is best: seeds of one scheme differ by more than a third of that. DeepSeek-V3 reports a relative gap below 0.25 % of the loss over about a trillion tokens.
 
 # %% [markdown]
 # ### Further: would one loss scale do?
 #
-# Lab 02's remedy was one loss scale for all tensors. Here it would do as well. But somebody has to choose it by the worst matrix, not by the error of all, and adjust it while gradients shrink:
+# Lab 02's remedy was one loss scale for all tensors. Here it would do as well. But somebody has to choose it, and to adjust it while gradients shrink. The error of the worst matrix must decide, not that of the whole gradient:
 
 # %%
 for share in (4, 256, 65536):
@@ -367,9 +371,9 @@ for share in (4, 256, 65536):
 # %% [markdown]
 # ## Further: what does a delayed scale cost?
 #
-# For the current amax a GPU reads the whole tensor before it can cast. **Delayed scaling** saves that pass: its scale comes from the largest amax of earlier steps, and this step's is noted on the way. The first step has no history: its scale is 1.
+# For the current amax a GPU reads the whole tensor before it can cast. **Delayed scaling** saves that pass: its scale comes from the largest amax of earlier steps, and this step's amax is noted on the way. The first step has no history, so its scale is 1.
 #
-# How long does it take to find its scales? The error in seven backward passes at the same weights, for the loss and the loss times $2^{-12}$:
+# How long does it take to find its scales? Here is the error in seven backward passes at the same weights, for the loss as it is and for the loss times $2^{-12}$:
 
 # %%
 for said in ("1", "2⁻¹²"):
@@ -378,11 +382,13 @@ for said in ("1", "2⁻¹²"):
     print(f"loss times {said:4}:", *(f"{each:.0%}" for each in delayed))
 
 # %% [markdown]
-# With the small loss it takes four passes. At first every scale is 1, so layers hand on zeros, and a layer that gets zeros has nothing to put into its history. Pass by pass gradients reach more layers. Then it is as good as current scaling, until a tensor outgrows its history: what exceeds it is clipped in that step.
+# With the small loss it takes four passes. At first every scale is 1, so layers hand on zeros, and a layer that gets zeros has nothing to put into its history. With each pass gradients reach more layers.
+#
+# After that, delayed scaling is as good as current scaling until a tensor outgrows its history. What exceeds the history is clipped in that step.
 #
 # ### Exercise 15.6 · Bug hunt: the scale of the last steps (10 min, ●●●)
 #
-# A step casts a tensor once, or several times with micro-batches, and then calls `advance()`. The scale has to bring the largest |x| of the last `length` steps to the format's largest number, x being the tensor before the cast. While all were zeros, any scale will do. The test passes, and yet four things are wrong.
+# A step casts a tensor once, or several times with micro-batches, and then calls `advance()`. The scale has to bring the largest |x| of the last `length` steps to the format's largest number, where x is the tensor before the cast. While all of these were zeros, any scale will do. The test passes, and yet four things are wrong.
 
 
 # %%
@@ -419,7 +425,7 @@ check("fp8/bug-hunt", Delayed)
 hint("fp8/bug-hunt", 1)
 
 # %% [markdown]
-# In the library `advance_scales(model)` ends a step. So a checkpointed layer, which computes twice in a step, uses one scale both times. With a `comm`, all ranks take the largest amax of any:
+# In the library `advance_scales(model)` ends a step. So a checkpointed layer, which computes twice in a step, uses the same scale both times. With a `comm`, all ranks take the largest amax of any rank:
 
 # %%
 show(quantization.advance_scales)
@@ -427,7 +433,7 @@ show(quantization.advance_scales)
 # %% [markdown]
 # ## What does an outlier do?
 #
-# Activations of large language models have channels up to a hundred times as large as the others (SmoothQuant); MiniLM's first token had 17 to 19 times (lab 15a). Plant one: multiply the first input channel of every layer by k, and divide its weights by k. In exact arithmetic nothing changes. The GPT above is 128 wide, so every tile would meet the outlier. Take one of width 512 (one layer, untrained): there one of four tiles in a row does.
+# In large language models some channels of activations are up to a hundred times as large as the others (SmoothQuant). Plant such an *outlier*: multiply the first input channel of every layer by k, and divide its weights by k. In exact arithmetic nothing changes. The GPT above is 128 wide, so every tile would contain the outlier. So take one of width 512 (one layer, untrained): there it is in one of four tiles in a row.
 #
 # > At an outlier of 100, int8 with one scale is off by 69 %. How many percent is int8 with a scale per tile?
 
@@ -466,7 +472,7 @@ whole, span = (floats.E4M3.max / least for least in kept)
 print(f"e4m3: all digits over a factor of {whole:,.0f}, something over {span:,.0f}")
 
 # %% [markdown]
-# int8 has one step size for the whole tensor, which the outlier makes large. e4m3 gives each number its own exponent: a number keeps its digits while the largest of the tensor is at most 28,672 times as large. Then it loses digit after digit, the last beyond 229,376 times. (Here that begins near an outlier of 7,000: the largest number of its channel is some four times its typical one.) So integers lack range, and floats precision.
+# **Integers lack range, and floats precision.** int8 has one step size for the whole tensor, and the outlier makes it large. e4m3 gives each number its own exponent. So a number keeps all its digits while the largest of the tensor is at most 28,672 times as large. Then it loses digit after digit, the last beyond 229,376 times. (Here this begins near an outlier of 7,000, since its channel's largest number is some four times the typical one.)
 #
 # Tiles keep the damage of an outlier in one place. Which place? Here are the three products of the layer `up` in int8, one at a time:
 
@@ -497,9 +503,9 @@ for (kind, tiles), k in itertools.product(kinds.items(), (1, 100)):
     print(f"{kind:9} outlier {k:3}: ", *off)
 
 # %% [markdown]
-# With tiles the outlier of 100 spoils one tile in four of the forward product: it is off by 17 %, with one scale by 83 %. In the gradient of w it spoils none: there a tile lies along tokens, so the large channel has tiles of its own. In the gradient of x only that channel is lost, whose weights are a hundred times as small as the others in their tile.
+# With tiles the outlier of 100 spoils one tile in four of the forward product. It is off by 17 %, and with one scale by 83 %. In the gradient of w it spoils none: there a tile lies along tokens, so the large channel has tiles of its own. In the gradient of x only the large channel is lost. Its weights are a hundred times as small as the others in their tile.
 #
-# **Does it show in training?** Recorded: 60 steps of the wide GPT at a rate of 5e-4, three seeds (`python tools/fp8_sweep.py outlier`). Again a control first: how much higher does the loss end if the blocks get no gradient? What a scheme loses is in percent of that, seed by seed:
+# **Does it show in training?** Recorded are 60 steps of the wide GPT at a rate of 5e-4, three seeds (`python tools/fp8_sweep.py outlier`). The control again: how much higher does the loss end without gradients for the blocks? What a scheme loses is in percent of that, seed by seed:
 
 # %%
 ends = rigs.fp8.sweep_record("outlier", "scheme", "k")
@@ -512,14 +518,22 @@ for (name, k), three in ends.items():
     print(f"{name:16} outlier {k:6}", *(f"{each:6.1%}" for each in lost))
 
 # %% [markdown]
-# Without an outlier int8 loses nothing that shows. With one of 100, int8 with one scale loses 10 to 13 % of what the blocks contribute, with tiles 1 to 2 %, in every seed. At 100,000, e4m3 with one scale ends up to 9 % higher or lower, with tiles within 1 %.
+# Without an outlier int8 loses nothing that shows. At 100, int8 with one scale loses 10 to 13 % of what the blocks contribute, and with tiles 1 to 2 %. At 100,000, e4m3 with one scale ends up to 9 % higher or lower, and with tiles within 1 %.
 
 # %% [markdown]
 # ## Further: what if the matrix unit applies the scales?
 #
-# Blackwell's matrix unit applies a scale while it adds, so a block may be shorter than a tile. In *MXFP8* and *MXFP4* 32 numbers share a scale, a power of two; in *NVFP4* 16 numbers share one in e4m3 (lab 01). Blocks lie along the sum, as tiles do, and gradients have the format of inputs and weights.
+# Blackwell's matrix unit applies scales while it adds, so fewer numbers may share a scale than in a tile. Such a group is a *block* (lab 01):
 #
-# Are shorter blocks more precise? `quantization.use_blocks` emulates them; here is the error of the small GPT's gradient:
+# | format | numbers | in a block | scale of a block |
+# |---|---|---|---|
+# | *MXFP8* | e4m3 | 32 | a power of two |
+# | *MXFP4* | e2m1 | 32 | a power of two |
+# | *NVFP4* | e2m1 | 16 | in e4m3 |
+#
+# Blocks lie along the sum, as tiles do. Gradients have the same format as inputs and weights.
+#
+# Are shorter blocks more precise? `quantization.use_blocks` emulates them. Here is the error of the small GPT's gradient:
 
 # %%
 finer = floats.BlockFormat("mxfp8 with a scale in e4m3", floats.E4M3, 32, floats.E4M3)
@@ -527,9 +541,9 @@ for fmt in (floats.MXFP8, finer, floats.MXFP4, floats.NVFP4):
     print(f"{fmt.name}: {rigs.fp8.block_error(model, fmt, batch):.1%}")
 
 # %% [markdown]
-# Not by themselves: MXFP8 is off by 4.9 %, tiles, which are four times as long, by 3.5 %. The scale is to blame. With a scale in e4m3, and nothing else changed, the error is 3.7 %.
+# Not by themselves. MXFP8 is off by 4.9 %, and tiles, which are four times as long, by 3.5 %. The scale is to blame: with a scale in e4m3, and nothing else changed, the error is 3.7 %.
 #
-# Which power of two should the scale be? It may bring a block's largest number to between 256 and 512, or to between 224 and 448. Compare both with an exact scale, which brings it to 448, on inputs, weights and gradients of the last layer `up`:
+# A power of two can bring a block's largest number into a range, but not to one value. Which range should it be: 256 to 512, or 224 to 448? Compare both with an exact scale, which brings the largest number to 448. The columns are the errors of inputs, weights and gradients at the last layer `up`:
 
 # %%
 def off_by(x, scale):
@@ -550,20 +564,22 @@ for to, way in ways.items():
     print(f"the largest number to {to:9}:", *off)
 
 # %% [markdown]
-# The first is the standard's rule. It clips largest numbers above 448, by up to an eighth. Transformer Engine takes the second, which clips nothing, and wins back half of the first one's loss against the exact scale, or more. The rest is the price of a power of two.
+# 256 to 512 is the standard's rule. It clips largest numbers above 448, by up to an eighth. 224 to 448 is Transformer Engine's rule, and clips nothing. It wins back half or more of what the standard's rule loses against the exact scale. The rest is the price of a power of two.
 #
-# In four bits the error is 15 to 19 %. NVIDIA's recipe for training in NVFP4 (2025) takes four measures:
+# In four bits the error of the gradient is 15 to 19 %. NVIDIA's recipe for training in NVFP4 (2025) takes four measures:
 #
 # | what | against |
 # |---|---|
-# | stochastic rounding for gradients of outputs (lab 01); inputs and weights go to the nearest | errors that point the same way in every step |
-# | for the gradient of w, Gᵀx, both G (gradients of outputs) and x are multiplied along tokens by a random *Hadamard* matrix H, 16 × 16; since HHᵀ = 1, GᵀHHᵀx = Gᵀx | outliers: H spreads them over a block (lab 15a) |
+# | stochastic rounding for gradients of outputs (lab 01); inputs and weights go to the nearest number | errors that point the same way in every step |
+# | a random rotation along tokens before the product for the gradient of w | outliers: the rotation spreads them over a block (lab 15a) |
 # | one scale for 16 × 16 weights | a weight that is rounded one way forward and another way backward |
 # | about 15 % of the linear layers stay in bf16, most of them at the end | layers that four bits hurt most |
 #
-# As with 8 bits, embeddings, head, norms and attention's products stay in bf16 or fp32; master weights, gradients of weights and moments in fp32.
+# The rotation is a random *Hadamard* matrix H, 16 × 16. The gradient of w is Gᵀx, with G the gradients of outputs. Both G and x are multiplied by H along tokens, which changes nothing in exact arithmetic: since HHᵀ = 1, GᵀHHᵀx = Gᵀx.
 #
-# **Does stochastic rounding pay?** It makes *one* gradient worse, since it does not take the nearest number. But a run adds up thousands of gradients, and random errors average out. Recorded (`python tools/fp8_sweep.py averaged`): the error of the mean gradient of 1, 4, 16 and 64 batches, three seeds.
+# As with 8 bits, embeddings, head, norms and attention's products stay in bf16 or fp32. Master weights, gradients of weights and moments stay in fp32.
+#
+# **Does stochastic rounding pay?** It makes *one* gradient worse, since it does not take the nearest number. But a run adds up thousands of gradients, and random errors average out. Recorded (`python tools/fp8_sweep.py averaged`, three seeds) is the error of the mean gradient of 1, 4, 16 and 64 batches.
 #
 # > Only gradients of outputs are in NVFP4. Over how many batches must one average until stochastic rounding beats rounding to nearest?
 
@@ -590,14 +606,16 @@ for name, row in off.items():
     print(f"{name:24}", *(f"{each:6.1%}" for each in row))
 
 # %% [markdown]
-# Over 16 nearest is still ahead: its errors change from batch to batch, so most average out, too. A part does not, and over 64 stochastic rounding is ahead in every seed: 2.1 against 2.2 % in the mean.
+# **Here it pays late, and little.** Over 16 batches rounding to nearest is still ahead: its errors change from batch to batch, so most of them average out, too. A part of them does not. Over 64 batches stochastic rounding is ahead in every seed, with 2.1 against 2.2 % in the mean.
 #
-# Rounding inputs and weights as well costs far more: 11 % stay, however gradients are rounded. The rotation wins back 0.3 to 0.5 points at 64 batches, in each seed; this small GPT has no outliers for it to spread. So the two measures that were tried show little on this model. (NVIDIA's 12B model, trained so on 10 trillion tokens, has 62.58 % on MMLU-Pro, and its FP8 run 62.62 %.)
+# Rounding inputs and weights as well costs far more: an error of 11 % stays, however gradients are rounded. The rotation wins back 0.3 to 0.5 percentage points at 64 batches, in each seed. This small GPT has no outliers for it to spread.
+#
+# So the two measures that were tried show little on this model. (NVIDIA's 12B model, trained with this recipe on 10 trillion tokens, has 62.58 % on MMLU-Pro, and its FP8 run 62.62 %.)
 
 # %% [markdown]
 # ## Which bytes are saved?
 #
-# A weight that is multiplied in 8 bits still has to be *stepped*. A step moves a weight of 1 by a thousandth, and the next e4m3 number is an eighth away: the step would be lost (lab 02). So the formats that *keep* states between steps are a choice of their own.
+# A weight that is multiplied in 8 bits still has to be *stepped*. A step moves a weight of 1 by a thousandth, and the next e4m3 number is an eighth away: the step would be lost (lab 02). So the formats in which states are *kept* are a choice of their own.
 
 # > bf16 training holds 16 bytes per parameter (lab 02). How many does Transformer Engine hold, whose products are in 8 bits?
 
@@ -624,7 +642,7 @@ engine = RECIPES["Transformer Engine"].bytes_per_parameter
 reveal("te/bytes", bytes_per_parameter=engine)
 
 # %% [markdown]
-# Sixteen, as in bf16: its operands are made for a product and forgotten, and its states are the fp32 ones of autocast (lab 02). Only *keeping* weights, gradients and moments in few bits saves bytes.
+# Sixteen, as in bf16: 8-bit operands are made for a product and forgotten, and states are the fp32 ones of autocast (lab 02). Only *keeping* weights, gradients and moments in few bits saves bytes.
 #
 # Does the count hold? `KeptAdam` keeps the linear layers of the blocks as a recipe says, and the rest in fp32. First the formula against a dry run, then every recipe against the real program:
 
@@ -680,11 +698,13 @@ half = measure.saved_activations(lambda: rigs.fp8.loss_of(half, batch), half).to
 print(f"against bf16: {L * tokens * (h + f) / half:.0%}")
 
 # %% [markdown]
-# Against bf16, the usual rival, a block saves h + f bytes per token: 10 % here. Against fp32 it is 23 %, and not three quarters, for two reasons. Norms, attention and GELU keep what they kept. And queries, keys and values read *one* input, which fp32 keeps once and these layers three times. With one matrix for all three, as is usual, a block saves 3h + f against bf16. (The 6 · 4 bytes are scales.)
+# **Against bf16, the usual rival, 8-bit inputs save 10 % of the activations here:** a block saves h + f bytes per token. With one matrix for queries, keys and values, as is usual, it saves 3h + f.
+#
+# Against fp32 they save 23 %, and not three quarters, for two reasons. Norms, attention and GELU keep what they kept. And queries, keys and values read *one* input, which fp32 keeps once and these layers three times. (The 6 · 4 bytes are scales.)
 #
 # ### Further: and messages?
 #
-# A gather of weights halves against bf16 if it sends codes. For one scale ranks first agree on one amax:
+# A gather of weights in 8 bits sends half the bytes of one in bf16. To share one scale, ranks first agree on one amax:
 
 
 # %%
@@ -710,7 +730,7 @@ print("the codes of the whole matrix:", torch.equal(result.float(), whole.float(
 # %% [markdown]
 # ### Further: and time?
 #
-# By its data sheet an H100 computes twice as fast in e4m3 as in bf16. How much faster is a step? Take eight blocks of Llama-3.1-8B under ZeRO-3, 64 ranks with 3,072 tokens each, on lab 09's H100s (61 % of the peak, eight rings). First bf16; then products in half the time; then messages of half the bytes as well:
+# By its data sheet an H100 computes twice as fast in e4m3 as in bf16. How much faster is a step? Take eight blocks of Llama-3.1-8B under ZeRO-3, on 64 ranks with 3,072 tokens each. They run on lab 09's H100s (61 % of the peak, eight rings). First comes bf16; then products in half the time; then messages of half the bytes as well:
 
 # %%
 h100 = Hardware.named("H100")
@@ -738,9 +758,9 @@ for tokens in (1_536, 3_072, 8_192):
     print(f"{tokens:,} tokens:", *(f"{1e3 * end:6.1f} ms" for end in ends))
 
 # %% [markdown]
-# So it depends on the tokens of a rank. At 1,536 messages decide, and products in 8 bits alone bring 4 %. At 8,192 products hide nearly all messages, and sending them in 8 bits brings 2 %.
+# So the gain depends on the tokens of a rank. At 1,536 messages decide, and products in 8 bits alone bring 4 %. At 8,192 products hide nearly all messages, and sending them in 8 bits brings only 2 %. (torchao sends no gradients in 8 bits.)
 #
-# (torchao sends no gradients in 8 bits.) Casts are left out, and products of attention and head, which stay in bf16. **Amdahl's law** says what these cost: if a share a of the FLOPs runs twice as fast, a step is 1 / (1 − a/2) times as fast. For Llama-3.1-8B, by tokens in a row (attention is counted in full; a causal kernel leaves out up to half of it):
+# The times leave out casts, and the products of attention and head, which stay in bf16. **Amdahl's law** says what these products cost: if a share a of the FLOPs runs twice as fast, a step is 1 / (1 − a/2) times as fast. Here it is for Llama-3.1-8B, by tokens in a row. (Attention is counted in full; a causal kernel leaves out up to half of it.)
 
 # %%
 for s in (2048, 8192, 32768, 131072):
@@ -752,10 +772,12 @@ for s in (2048, 8192, 32768, 131072):
 # %% [markdown]
 # ## Further: can the moments be in 8 bits?
 #
-# Eight of the sixteen bytes are Adam's moments. **8-bit Adam** keeps each in one of 256 values, the *dynamic code*. They span seven decades, and each decade has twice as many values as the one below. Each *block* of 2,048 numbers is divided by its own largest.
+# Eight of the sixteen bytes are Adam's moments. **8-bit Adam** keeps each as one of 256 values, the *dynamic code*. These values span seven decades, and each decade has twice as many of them as the one below. Each *block* of 2,048 numbers is divided by its own largest.
 
 # %% [markdown]
-# Thirty steps of training cannot judge the code: seeds are farther apart than what it changes. So take twenty steps with exact moments m and v, round these, and look at the next step. How far is it off, and how far does any weight move, in learning rates? First this code, in blocks and with one scale for a matrix; then, in blocks, *even* steps of both moments, of m, of v, and of m and √v:
+# Thirty steps of training cannot judge the code: seeds differ by more than it changes. So take twenty steps with exact moments m and v, round these, and look at the next step. How far is it off, and how far does any weight move, in learning rates?
+#
+# The first two rows have the dynamic code, in blocks and with one scale for a matrix. The others have *even* steps, values that are equally far apart, in blocks: for both moments, for m, for v, and for m and √v.
 
 # %%
 twin, text = rigs.fp8.reader().double(), rigs.fp8.excerpts(7)
@@ -810,9 +832,9 @@ for name, keep in ways.items():
     print(f"{name:12} off by {off:4.0%}, largest step {moved.abs().max():5.1f}")
 
 # %% [markdown]
-# Even steps do for m, and not for v: they make some v zero. Then only (1 − β₂)g² of the *newest* gradient is left under the root. It may be tiny where m is not, and a weight moves by 408 learning rates. Even steps of √v do here as well, since the root halves the decades.
+# Even steps are good enough for m, but not for v, since they round some v to zero. Then only (1 − β₂)g² of the *newest* gradient is left under the root. Where that is tiny and m is not, a weight moves by up to 408 learning rates. Even steps of √v are good enough here as well, since the root halves the decades.
 #
-# Why blocks? Make one gradient of a matrix a thousand times the largest, as a rare token's may be. Its second moment is a million times the largest.
+# Why blocks? Make one gradient of a matrix a thousand times as large as the largest, as a rare token's may be. Its second moment is then a million times as large as the largest.
 #
 # > The matrix has 128 × 512 numbers. In blocks of 2,048, how many percent of its second moments become zero? (And with one scale for all?)
 
@@ -831,12 +853,12 @@ for block in (2048, None):
         reveal("moments/zero", percent=round(100 * zero_share))
 
 # %% [markdown]
-# Each of those weights is divided by its newest gradient alone, as with even steps above. In blocks it is 3 %, one block of 32; with one scale 99 %. A block is the optimizer's tile.
+# In blocks 3 % of the second moments become zero, those of one block of 32; with one scale it is 99 %. Each weight whose moment became zero is divided by its newest gradient alone, as with even steps above. So a block does for the optimizer what a tile does for a product.
 
 # %% [markdown]
 # ## Further: turn the knobs
 #
-# Build a recipe. How many bytes has the smallest one with fp32 master weights?
+# Build a recipe. How many bytes per parameter does the smallest one with fp32 master weights have?
 
 
 # %%
@@ -873,24 +895,24 @@ explore(
 # **"DeepSeek-V3’s tile quantization" among techniques that "aim to reduce the parameter memory burden significantly"** (reading notes on *The Ultra-Scale Playbook*). Its recipe takes 15 bytes per parameter in the Playbook's own table, where bf16 with the same fp32 gradients takes 20. Weights in 8 bits save 1 of the 5 bytes, moments in 16 bits the other 4. Tiles, which are against outliers, save none. <!-- erratum: S3-045 -->
 #   <!-- claim: [quantization.RECIPES[name].bytes_per_parameter for name in ("DeepSeek-V3", "bf16, fp32 sums")] == [15, 20] -->
 #
-# **"using fp8 or int8 reduces by 75%"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024). Weights alone, against fp32, without scales: with a scale for each 32 numbers it is 74.2 %. The states of training take 9 to 16 bytes per parameter in the FP8 recipes above, where bf16 takes 16. <!-- erratum: S2-010 -->
+# **"using fp8 or int8 reduces by 75%"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024). True of weights alone, against fp32, without scales. With a scale for each 32 numbers it is 74.2 %. The states of training take 9 to 16 bytes per parameter in the FP8 recipes above, where bf16 takes 16. <!-- erratum: S2-010 -->
 #   <!-- claim: round(100 * (1 - floats.MXFP8.bits_per_value / 32), 1) == 74.2 -->
 #   <!-- claim: (lambda each: (min(each), max(each)))([quantization.RECIPES[name].bytes_per_parameter for name in ("nanotron", "Transformer Engine", "DeepSeek-V3", "FP8-LM")]) == (9, 16) -->
 
 # %% [markdown]
 # ## Summary
 #
-# > - e4m3 reaches to 448, e5m2 to 57,344 with one bit of precision less. A scale brings each tensor into range; what is beyond is clipped, as an infinity times 0 is no number.
+# > - e4m3 reaches to 448, e5m2 to 57,344 with one bit of precision less. A scale brings each tensor into range. What is beyond is clipped and not made infinite, as infinity times 0 is no number.
 # >   <!-- claim: (quantization.largest(quantization.F8_E4M3), quantization.largest(quantization.F8_E5M2)) == (448, 57344) -->
 # > - Without a scale, at the loss scale of a large batch, all gradients of the blocks are zero. With one for each tensor, the loss scale does not matter. (One well-chosen loss scale for all does as well here.)
 # >   <!-- claim: quantization.cast(torch.tensor([2.0**-18]), quantization.F8_E5M2).float().item() == 0 -->
 # > - A delayed scale needs some steps until every layer has seen its gradients, and clips what outgrows its history.
 # > - Judge a format by the error of Adam's step, not of the whole gradient: without a scale the step is off by a third here, the gradient by 7 %.
-# > - Without outliers int8 is as precise as 8-bit floats, or more. Here it breaks at an outlier of 100. e4m3 keeps its digits over a factor of 28,672, and loses one after the other up to 229,376.
+# > - Without outliers int8 is as precise as 8-bit floats, or more. Here it breaks at an outlier of 100. e4m3 keeps its digits over a factor of 28,672, and loses one by one up to 229,376.
 # >   <!-- claim: [floats.E4M3.max / each for each in (floats.E4M3.min_normal, floats.E4M3.min_subnormal)] == [28672, 229376] -->
 # > - A sum of 4,096 products in 14 bits is off by 0.3 % here, and moved to fp32 every 128 by 0.01 %.
-# > - A tile confines an outlier to 128 numbers of a row: at one of 100 the gradient in int8 is off by 17 % here, and by 69 % with one scale. A tile lies along the dim that is added up: 1 × 128, and for weights, which are multiplied both ways, 128 × 128.
-# > - Products in 8 bits save no model states: 16 bytes remain 16. What is *kept* in few bits saves: 15, 10 or 9; two moments in blocks alone, 16 to 10.
+# > - A tile confines an outlier to 128 numbers of a row: at one of 100 the gradient in int8 is off by 17 % here, and by 69 % with one scale. A tile lies along the dim that is added up, so it is 1 × 128; for weights, which are multiplied both ways, 128 × 128.
+# > - Products in 8 bits save no model states: 16 bytes per parameter remain 16. What is *kept* in few bits saves bytes: three recipes take 15, 10 and 9, and both moments in blocks make it 10.
 # >   <!-- claim: [quantization.RECIPES[n].bytes_per_parameter for n in ("Transformer Engine", "DeepSeek-V3", "nanotron", "FP8-LM", "8-bit Adam")] == [16, 15, 10, 9, 10] -->
 #
 # Next: how the learning rate follows the batch.
