@@ -658,10 +658,10 @@ for reserve in (0.05, 0.15):
 # %% [markdown]
 # ## Is it true?
 #
-# Seconds need a cluster. Bytes do not: the course's own step runs here dry, at full size, one rank at a time. (Its kernels keep more than Megatron-LM's, so its ledger differs.) Take a plan without cp, since cp's tiles take minutes, and of its 64 ranks one of the last stage:
+# Seconds need a cluster. Bytes do not: the course's own step runs here dry, at full size, one rank at a time. (Its kernels keep more than Megatron-LM's, so its ledger differs.) Take the plan with 1F1B and ZeRO-1, and of its 64 ranks one of the last stage:
 
 # %%
-proven = climb.completed(llama, Plan(dp=2, tp=4, pp=8, zero=2))
+proven = fastest[0].plan
 proof.dry(dense, proven, stage=7)
 
 # %% [markdown]
