@@ -49,7 +49,7 @@ class Policy:
 
     compute: bytes of a number in and between the matrix products.
     stream: bytes of a number of the residual stream, which autocast leaves in fp32.
-    attention: "plain" or "sdpa", as in `config.TrainConfig`.
+    attention: "plain", "sdpa" or "ulysses", as in `config.TrainConfig`.
     checkpointing: "none", "selective" or "full".
     """
 
@@ -195,7 +195,7 @@ def _attention(at: str, model: Model, how: Policy) -> Iterator[Part]:
         what = "half copies of cos and sin, for q and for k"
         tables = Kept("tables", "2 s d", how.compute, what)
         yield Part("blocks.0.attention.rotary", keeps=(tables,))
-    plain, fused = how.attention == "plain", how.attention == "sdpa" and not model.dropout
+    plain, fused = how.attention == "plain", how.attention != "plain" and not model.dropout
     again = how.checkpointing == "selective"  # what is computed again keeps its inputs alone
     # PyTorch's fused CPU kernel has no dropout: it falls back on plain attention in fp32, keys and
     # values repeated for every head.
@@ -214,8 +214,9 @@ def _attention(at: str, model: Model, how: Policy) -> Iterator[Part]:
     yield Part(at, products="2 s a d", keeps=tuple(keeps))  # q·kᵀ and softmax·v
     # The fused kernel lays its output out like its queries: as one row for each token, ready for
     # the next product, unless RoPE made them anew, heads outermost; with one head or one token the
-    # two layouts are the same.
-    ready = fused and not again and (not rope or 1 in (model.seq_len, model.num_heads))
+    # two layouts are the same. That of Ulysses goes to other ranks first.
+    ready = fused and not again and how.attention == "sdpa"
+    ready = ready and (not rope or 1 in (model.seq_len, model.num_heads))
     whole = model.bias is True
     yield _linear(f"{at}.output", "h ad", how, bias=whole, reads="b s a d", shared=ready)
 

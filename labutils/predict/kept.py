@@ -11,6 +11,7 @@ from labutils.ledger import Ledger, Line
 from labutils.predict.inventory import Here
 
 _BATCH = {"tokens", "targets"}  # views of the batch, which is there anyway
+_PARTED = {"ring", "ulysses"}  # attention of ranks that have a part of the tokens each
 
 
 def why_dry(here: Here) -> str:
@@ -22,9 +23,8 @@ def why_dry(here: Here) -> str:
         "masks of what is computed again": model.dropout > 0 and train.checkpointing != "none",
         "what adapters need": train.adapters is not None and not _one_device(here),
         "8 bits": train.fp8 is not None,
-        "half copies": train.autocast and (mesh.size > 1 or train.attention == "ring"),
+        "half copies": train.autocast and (mesh.size > 1 or train.attention in _PARTED),
         "a frozen weight needs no input": train.frozen,
-        "heads for tokens": train.attention == "ulysses",
     }
     return next((reason for reason, so in reasons.items() if so), "")
 
@@ -62,6 +62,7 @@ def kept_here(here: Here) -> Ledger:
 def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
     """What the forward pass of a stage keeps of one micro-batch, by module."""
     from labutils import tensor_parallel
+    from labutils.context_parallel.attention import kv_heads
 
     train, mesh = here.train, here.mesh
     stage = next(stage for stage in here.stages if stage.index == index)
@@ -74,6 +75,9 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
     ends |= {"tokens", "positions", "dropout"} if stage.embeds else set()
     ends |= {"norm", "head", "outside"} if stage.heads else set()
     whole = functools.cache(lambda dims: anatomy.size(dims, sizes))  # layers are alike
+    copies = 1  # of a key–value head, for ranks of Ulysses that are more
+    if train.attention == "ulysses" and train.checkpointing == "none":
+        copies = kv_heads(local.num_heads, local.num_kv_heads, mesh.cp) // local.num_kv_heads
     rows = anatomy.kept(local, how)
     if train.adapters is not None:
         from labutils import lora
@@ -85,6 +89,8 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
         if not (int(part[1]) in blocks if part[0] == "blocks" else part[0] in ends):
             continue
         itemsize = 8 if here.stream == 8 else tensor.itemsize
+        if tensor.name in ("keys", "values"):
+            itemsize *= copies
         if tensor.name == "count" and mesh.tp > 1:  # which half formats cannot make
             itemsize = max(4, itemsize)
         nbytes = whole(tensor.dims) * itemsize
@@ -99,7 +105,7 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
             yield Line(at, nbytes, "activations", note="halves of RoPE's tables, for q and for k")
     if stage.embeds and mesh.tp > 1:  # which words are others', and the places of one's own
         yield Line("tokens", (INDEX + 1) * here.tokens, "activations", note="words of other ranks")
-    if stage.embeds and train.attention == "ring" and here.model.positions == "learned":
+    if stage.embeds and train.attention in _PARTED and here.model.positions == "learned":
         places = INDEX * local.seq_len
         yield Line("positions", places, "activations", note="places of the tokens, s")
     if stage.heads and train.precision == "fp16":
@@ -109,9 +115,9 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
 
 
 def _tables(here: Here) -> Iterator[Line]:
-    """The rows of RoPE's tables for the tokens of a rank of a ring, picked out once."""
-    ring, rope = here.train.attention == "ring", here.model.positions == "rope"
-    if ring and rope and not _casts_tables(here) and any(stage.layers for stage in here.stages):
+    """The rows of RoPE's tables for the tokens of a rank of cp, picked out once."""
+    parted, rope = here.train.attention in _PARTED, here.model.positions == "rope"
+    if parted and rope and not _casts_tables(here) and any(stage.layers for stage in here.stages):
         numbers = here.model.seq_len // here.mesh.cp * here.model.d_head
         note = "rows of the tables of RoPE, sd"
         yield Line("blocks.0.attention.rotary", numbers * here.stream, "activations", note=note)
