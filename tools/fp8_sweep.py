@@ -38,7 +38,11 @@ ROUNDED = {  # what is rounded, stochastically, with a rotation
     "all, nearest": (quantization.OPERANDS, False, False),
     "all, stochastic": (quantization.OPERANDS, True, False),
     "all, stochastic, rotated": (quantization.OPERANDS, True, True),
+    "weights": (("weight",), False, False),
+    "inputs of the first": (("x",), False, False),
+    "inputs of the others": (("x",), False, False),
 }
+FIRST = {f"blocks.0.attention.{each}" for each in ("query", "key", "value")}  # read embeddings
 
 
 def outlier() -> Iterator[dict[str, Any]]:
@@ -53,7 +57,8 @@ def outlier() -> Iterator[dict[str, Any]]:
 
 def averaged() -> Iterator[dict[str, Any]]:
     """How far the mean gradient of so many batches of lab 15b's reader is off, relative to its
-    length: where gradients alone are rounded to NVFP4, and where inputs and weights are, too."""
+    length: where gradients alone are rounded to NVFP4, where inputs and weights are, too, and where
+    weights alone are, inputs of the layers that read embeddings, or those of the other layers."""
     for seed in SEEDS:
         exact, batches = rigs.fp8.reader(), rigs.fp8.excerpts(100 + seed)
         twins = {"": exact}
@@ -62,6 +67,9 @@ def averaged() -> Iterator[dict[str, Any]]:
             twins[name] = quantization.use_blocks(
                 copy.deepcopy(exact), floats.NVFP4, generator=draw, rotate=rotate, operands=operands
             )
+            for path, layer in twins[name].named_modules() if name.startswith("inputs") else ():
+                if hasattr(layer, "operands") and (path in FIRST) == name.endswith("others"):
+                    layer.operands = ()
         sums = dict.fromkeys(twins, torch.zeros(()).double())
         for count in range(1, COUNTS[-1] + 1):
             batch = next(batches)
