@@ -648,11 +648,11 @@ reveal("llama-405b/ring-over-ulysses", times=round(ring_sends / ulysses_sends, 2
 # times as many.
 #   <!-- claim: (lambda h: round(context_parallel.least_tokens(h.rate("attention"), h.network.bandwidth, groups=8 / 128)))(config.Hardware.named("H100")) == 1528 -->
 #
-# What if a rank has too few tokens for that? Take a step of one layer of Llama-3.1-8B on 8 ranks, without tp. (Backward the first two hops carry keys and values alone,
+# What if a rank has too few tokens for that? Take a step of one layer of Llama-3.1-8B on 4 and on 8 ranks, without tp. (Backward the first two hops carry keys and values alone,
 # since the sums start one rank behind.) Each wait over attention's computing:
 
 # %%
-def waits_of(count, n=8):
+def waits_of(count, n):
     """What a ring and Ulysses wait for, over what attention computes."""
     long = dataclasses.replace(llama, seq_len=n * count)
     tile = context_parallel.layout(n * count, n).work(0) / n * 4 * long.d_model / rate
@@ -664,13 +664,14 @@ def waits_of(count, n=8):
     return ring / (3.5 * n * tile), heads / (3.5 * n * tile)
 
 
-for count in (2048, 4096, 8192, 16384):
-    ring, heads = waits_of(count)
-    print(f"{count:6} tokens per rank: ring {ring:.0%}, Ulysses {heads:.0%}")
+for n in (4, 8):
+    for count in (2048, 4096, 8192, 16384):
+        ring, heads = waits_of(count, n)
+        print(f"{n} ranks, {count:6} tokens each: ring {ring:.0%}, Ulysses {heads:.0%}")
 
 # %% [markdown]
-# **So count the tokens of a rank.** With enough tokens to hide behind, a ring waits least. With far fewer, and without tp, Ulysses waits least: here with 4,096 or
-# less. An all-gather is for simple masks, where memory and wait do not hurt.
+# **So count the tokens of a rank, and the ranks.** With enough tokens to hide behind, a ring waits least. With far fewer, and without tp, Ulysses waits least if there
+# are many ranks: on 8 with 4,096 tokens or less, while on 4 the two wait alike with 2,048. An all-gather is for simple masks, where memory and wait do not hurt.
 #
 # `predict.time` counts a step of any mesh as if nothing overlapped (lab 10). It knows the ring, not the all-gather, but that sends the same bytes, and there nothing
 # does overlap. Does it give the table's wait? Both without the latency of 5 µs per message:
