@@ -285,8 +285,8 @@ for count in (8192, 32_768):
     print(f"{count:6} tokens: {waits:.2f} times the computing alone")
 
 # %% [markdown]
-# The backward pass computes 2.5 times as much (lab 06) and sends 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop, which brings the sums
-# home, has nothing left to hide behind.
+# The backward pass computes 2.5 times as much (lab 06), and a hop of keys and sums carries 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop,
+# which brings the sums home, has nothing left to hide behind.
 #
 # All this is a model: ranks alike, no latency, nothing else on the links.
 
