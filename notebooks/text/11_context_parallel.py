@@ -97,8 +97,8 @@ hint("context_parallel/ring", 1)
 show(context_parallel.ring)
 
 # %% [markdown]
-# **Backward** the keys go round once more. Each tile's gradients are right by themselves: with lse over *all* keys, $P_{ij} = e^{s_{ij} - \text{lse}_i}$ (lab 06) is
-# that tile's part of the whole softmax, and $D$ comes from the finished output.
+# **Backward** the keys go round once more. Each tile's gradients are right by themselves: with lse and $D$ over *all* keys, $P_{ij} = e^{s_{ij} - \text{lse}_i}$ (lab 06) is
+# that tile's part of the whole softmax.
 #
 # $dQ$ stays with the queries. $dK$ and $dV$ collect from every rank, and have to come home: the sums follow their keys one rank behind, and the owner adds its own
 # part at home.
@@ -195,14 +195,14 @@ zigzag = both["zigzag"]
 [zigzag.work(rank) for rank in range(4)], {zigzag.met(rank) for rank in range(4)}
 
 # %% [markdown]
-# All four ranks have the same work, in total and in every step. The second matters as well, since in each step ranks wait for each other's keys:
+# All four ranks have the same work, in total and in every step, at whose end ranks wait for each other's keys:
 
 # %%
 plots.key_ring(zigzag.grid())
 
 # %% [markdown]
 # How much time does that save? Take the attention of one layer of Llama-3.1-8B, forward. Each H100 is in a node of its own, with 40 GB/s to the next one. Its
-# attention reaches 49 % of the peak. (That is assumed: 0.81 of what products reach in lab 09, as on a B200.) The number in a bar is the rank whose keys are met.
+# attention reaches 49 % of the peak. (Assumed: 0.81 of what products reach in lab 09, as on a B200.) The number in a bar is the rank whose keys are met.
 
 # %%
 h100 = Hardware.named("H100")
@@ -285,10 +285,10 @@ for count in (8192, 32_768):
     print(f"{count:6} tokens: {waits:.2f} times the computing alone")
 
 # %% [markdown]
-# The backward pass computes 2.5 times as much (lab 06), and a hop of keys and sums carries 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop,
+# The backward pass computes 2.5 times as much (lab 06), and a hop with sums carries 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop,
 # which brings the sums home, has nothing left to hide behind.
 #
-# All this is a model: ranks alike, no latency, nothing else on the links.
+# All this assumes ranks alike, no latency, nothing else on the links.
 
 # %% [markdown]
 # ## What must a rank be told about its tokens?
@@ -397,7 +397,7 @@ def its_test(rank):
 f"{world.run(its_test)[0]:.3f}, and in one place {plain().loss(tokens, tokens):.3f}"
 
 # %% [markdown]
-# They agree: the test passes. Could it fail? Here is the same fresh model, with zeros in place of attention's outputs:
+# They agree: the test passes. Could it fail? The same fresh model, with zeros in place of attention's outputs:
 
 # %%
 blind = plain()
