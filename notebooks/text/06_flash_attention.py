@@ -52,7 +52,7 @@ plots.tile_walk(walk, s_q=48, s_k=48)
 # - The crossed tiles, 15 of 36, are never touched: no query in them may look at their keys.
 
 # %% [markdown]
-# Two things in the picture should bother you. A softmax divides by the sum of its *whole* row, and no tile ever sees a row. And the backward pass needs the softmax's
+# Two things should bother you. A softmax divides by the sum of its *whole* row, and no tile ever sees a row. And the backward pass needs the softmax's
 # weights, which are gone.
 
 # %% [markdown]
@@ -454,7 +454,7 @@ f"{sums.min().item():.2f} to {sums.max().item():.2f}"
 # memories hold 192 kB each, and together deliver about 19 TB/s (FlashAttention paper, section 2.1).
 #
 # Count the numbers that enter and leave *a processor* in the forward pass. Plain attention takes three steps: read Q and K, write S; read S, write P; read P and V,
-# write O. Each is counted once, as in the papers. Tiled attention moves no scores, but every block of queries reads all keys and values again:
+# write O. Each is counted once, as in the first paper. Tiled attention moves no scores, but every block of queries reads all keys and values again:
 #
 # $$ \text{plain} = 4 s^2 + 4 s d $$
 #
@@ -476,7 +476,7 @@ plots.traffic_bars(guess=predictions["flash/moved"], **traffic)
 # is read and written again. In flash-2 it runs over queries, as in the picture at the top, and each output is written once. The tiles and FLOPs are the same, the
 # bytes two thirds.
 #
-# In a run every tile that `flash.attention` loads or stores is counted:
+# Every tile that `flash.attention` loads or stores is counted:
 
 # %%
 q, k, v = (x.detach() for x in tensors(1000, a=2))
@@ -485,9 +485,9 @@ crossed = flash.counted(q, k, v, **run)
 flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, **run).diff(crossed)
 
 # %% [markdown]
-# **The law.** The papers divide a fast memory of M numbers into four equal parts: a block each of queries, keys, values and output. So a block of the outer loop has
-# $B = M/(4d)$ rows. For each of its s/B blocks of queries, flash-2 moves two tensors, K and V. For each of its s/B blocks of keys, flash-1 moves three: it reads Q and
-# O, and writes O.
+# **The law.** The first paper divides a fast memory of M numbers into four equal parts, a block each of queries, keys, values and output. Do the same for flash-2.
+# Then a block of the outer loop has $B = M/(4d)$ rows (one of the inner at most d). For each of its s/B blocks of queries, flash-2 moves two tensors, K and V.
+# For each of its s/B blocks of keys, flash-1 moves three: it reads Q and O, and writes O.
 #
 # $$ \text{flash-2} \approx 2 s d \cdot \frac{s}{B} = \frac{8\, s^2 d^2}{M} $$
 #
@@ -525,7 +525,7 @@ for head in (64, 128):
         print(f"{loop}, d = {head:3}: law {law:.2f}, counted {gain:.2f}")
 
 # %% [markdown]
-# With heads of 128 both loops move *more* than plain attention. Tiling itself need not be the cause: there are two others.
+# With heads of 128 and 51 kB of fast memory both loops move *more* than plain attention. Tiling need not be the cause: there are two others.
 #
 # One is the four equal parts. In flash-2 keys and values only pass through, so keep 16 of them at a time, and give the rest to queries, their outputs, and the tile of
 # scores.
@@ -569,7 +569,7 @@ merged, _ = flash.merge(*halves[0], *halves[1])
 bool((whole - merged).abs().max() < 1e-6)
 
 # %% [markdown]
-# (No key may stand in both parts, or it counts twice.) This one function serves keys on two GPUs, keys in two programs of one GPU that share a long row
+# (A key in both parts would count twice.) This one function serves keys on two GPUs, keys in two programs of one GPU that share a long row
 # (Flash-Decoding), and keys that arrive over a ring of ranks (lab 11).
 #
 # ### Exercise 6.2 · Two halves of the keys (15 min, ●●○)
@@ -757,8 +757,8 @@ taken = {"K and V": 2 * s * d, "scores": s * s}  # numbers per head, 2 bytes eac
 {name: units.text(2 * heads_at_once * numbers) for name, numbers in taken.items()}
 
 # %% [markdown]
-# K and V fit into L2 several times over, the scores do not. So what HBM carries for a tiled kernel lies between two bounds: *every read* comes from HBM, or each
-# tensor crosses *once*. The figure shows both bounds, plain attention, and a softmax alone (about 5 FLOPs per number, in eight sweeps). The level dotted line is a
+# K and V fit into L2 several times over, the scores do not. So a tiled kernel can share reads, and HBM carries something between two bounds: *every read*, or each
+# tensor *once*. The figure shows both bounds, plain attention, and a softmax alone (about 5 FLOPs per number, in eight sweeps). The level dotted line is a
 # rate that was timed:
 
 # %%
@@ -857,7 +857,7 @@ widths, devices = [64, 128, 256], ["A100", "H100"]
 explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=devices)
 
 # %% [markdown]
-# Look for the settings where tiling moves *more* than plain attention, as the papers count it.
+# Look for the settings where tiling moves *more* than plain attention, as the first paper counts.
 #
 # How much fast memory would make flash-2 win at d = 256? By the law 2d² = 131 072 numbers, which are 262 kB in 16 bits. A processor of an H100 has only 228 kB. Kernels for
 # d = 256 exist all the same: with 16 keys at a time some 75,000 numbers are enough, and 45,000 counted alike.
@@ -925,12 +925,12 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 #   <!-- claim: 2 * flash.attention_flops(4096, 64, backward=True) == 5 * flash.attention_flops(4096, 64) -->
 # - In a bf16 kernel P may be rounded; the scores, the sums ℓ and o, and lse stay in fp32.
 #   <!-- claim: flash.attention(*torch.ones(3, 1, 1, 4, 8, dtype=torch.bfloat16))[1].dtype == torch.float32 -->
-# - What tiling saves in traffic depends on fast memory (M numbers) and head width. As the papers count, plain attention moves about M/2d² times the numbers of flash-2 (forward, four equal parts),
-#   and up to M/d² times with few keys at a time. With M = 25 600 and 4096 tokens that is 3.09 and 4.81 for heads of 64, but 0.80 and 1.25 for heads of 128.
+# - What tiling saves in traffic depends on fast memory (M numbers) and head width. As the first paper counts, plain attention moves about M/2d² times the numbers of flash-2 (forward, four equal parts),
+#   and up to M/d² times with few keys at a time. With M = 25 600 and 4096 tokens: 3.09 and, with 16 keys, 4.81 for heads of 64; 0.80 and 1.25 for 128.
 #   <!-- claim: [round(flash.traffic("plain", s=4096, d=d, itemsize=1).total / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1).total, 2) for d, q, k in ((64, 100, 64), (64, 163, 16), (128, 50, 50), (128, 79, 16))] == [3.09, 4.81, 0.8, 1.25] -->
 # - Output and lse of two disjoint sets of keys give those of their union. Ring attention and split decoding use this.
 #   <!-- claim: torch.allclose(flash.merge(torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2), torch.zeros(1))[0], torch.full((1, 2), 0.5)) -->
-# - A fused kernel does the same arithmetic in fewer sweeps: softmax 2 instead of 8, LayerNorm 2 instead of 8, SwiGLU 3 instead of 8.
+# - A fused kernel does the same arithmetic in fewer sweeps: softmax 2 instead of 8, LayerNorm as well, SwiGLU 3.
 #   Nor need all logits exist at once: with 512 rows at a time cross-entropy holds 2.5 GB in place of 12.6 (fp32, 8192 tokens, width 4096, 128 256 words).
 #   <!-- claim: (lambda v, h: [round(4e-9 * n, 1) for n in (512 * v + v * h + 8192 * h, 3 * 8192 * v)])(config.ModelConfig.named("llama-3.1-8b").vocab_size, config.ModelConfig.named("llama-3.1-8b").d_model) == [2.5, 12.6] -->
 #   <!-- claim: [round(flash.passes(f, 4096, 4096, fused=x).total / (4 * 4096**2)) for f in (flash.softmax, flash.layernorm, flash.swiglu) for x in (True, False)] == [2, 8, 2, 8, 3, 8] -->
@@ -938,7 +938,7 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 #   if each tensor crosses once. A published kernel reaches 621, on a Hopper GPU that its report does not name.
 #   <!-- claim: [(lambda r, f: round(f / r.time(f, flash.traffic("flash-2", s=16384, d=128, block_q=q).total) / 1e12))(flash.Roof.of(config.Hardware.named("H100")), flash.attention_flops(16384, 128)) for q in (128, 16384)] == [425, 989] -->
 #
-# Next: [lab 07](07_collectives.ipynb) leaves the single device. It first asks what it costs to add numbers that live in different places.
+# Next: [lab 07](07_collectives.ipynb) leaves the single device: what does it cost to add numbers in different places?
 
 # %% [markdown]
 # ## References

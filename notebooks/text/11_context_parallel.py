@@ -97,7 +97,7 @@ hint("context_parallel/ring", 1)
 show(context_parallel.ring)
 
 # %% [markdown]
-# **Backward** the keys go round once more. Each tile's gradients are right by themselves: with lse over *all* keys, $P_{ij} = e^{s_{ij} - \text{lse}_i}$ (lab 06) is
+# **Backward** the keys go round once more. Each tile's gradients are right by themselves: with lse and $D$ over *all* keys, $P_{ij} = e^{s_{ij} - \text{lse}_i}$ (lab 06) is
 # that tile's part of the whole softmax.
 #
 # $dQ$ stays with the queries. $dK$ and $dV$ collect from every rank, and have to come home: the sums follow their keys one rank behind, and the owner adds its own
@@ -195,14 +195,14 @@ zigzag = both["zigzag"]
 [zigzag.work(rank) for rank in range(4)], {zigzag.met(rank) for rank in range(4)}
 
 # %% [markdown]
-# All four ranks have the same work, in total and in every step. Both matter, since in each step ranks wait for each other's keys:
+# All four ranks have the same work, in total and in every step, at whose end ranks wait for each other's keys:
 
 # %%
 plots.key_ring(zigzag.grid())
 
 # %% [markdown]
 # How much time does that save? Take the attention of one layer of Llama-3.1-8B, forward. Each H100 is in a node of its own, with 40 GB/s to the next one. Its
-# attention reaches 49 % of the peak. (That is assumed: 0.81 of what products reach in lab 09, as on a B200.) The number in a bar is the rank whose keys are met.
+# attention reaches 49 % of the peak. (Assumed: 0.81 of what products reach in lab 09, as on a B200.) The number in a bar is the rank whose keys are met.
 
 # %%
 h100 = Hardware.named("H100")
@@ -285,10 +285,10 @@ for count in (8192, 32_768):
     print(f"{count:6} tokens: {waits:.2f} times the computing alone")
 
 # %% [markdown]
-# The backward pass computes 2.5 times as much (lab 06) and sends 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop, which brings the sums
-# home, has nothing left to hide behind.
+# The backward pass computes 2.5 times as much (lab 06), and a hop with sums carries 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop,
+# which brings the sums home, has nothing left to hide behind.
 #
-# All this is a model: ranks alike, no latency, nothing else on the links.
+# All this assumes ranks alike, no latency, nothing else on the links.
 
 # %% [markdown]
 # ## What must a rank be told about its tokens?
@@ -397,7 +397,7 @@ def its_test(rank):
 f"{world.run(its_test)[0]:.3f}, and in one place {plain().loss(tokens, tokens):.3f}"
 
 # %% [markdown]
-# They agree: the test passes. Could it fail? Here is the same fresh model, with zeros in place of attention's outputs:
+# They agree: the test passes. Could it fail? The same fresh model, with zeros in place of attention's outputs:
 
 # %%
 blind = plain()
@@ -648,29 +648,33 @@ reveal("llama-405b/ring-over-ulysses", times=round(ring_sends / ulysses_sends, 2
 # times as many.
 #   <!-- claim: (lambda h: round(context_parallel.least_tokens(h.rate("attention"), h.network.bandwidth, groups=8 / 128)))(config.Hardware.named("H100")) == 1528 -->
 #
-# What if a rank has too few tokens for that? Take a step of one layer of Llama-3.1-8B on 8 ranks, without tp. Each wait over attention's computing:
+# What if a rank has too few tokens for that? Take a step of one layer of Llama-3.1-8B on 4 and on 8 ranks, without tp. (Backward the first two hops carry keys and values alone,
+# since the sums start one rank behind.) Each wait over attention's computing:
 
 # %%
-def waits_of(count, n=8):
+def waits_of(count, n):
     """What a ring and Ulysses wait for, over what attention computes."""
     long = dataclasses.replace(llama, seq_len=n * count)
     tile = context_parallel.layout(n * count, n).work(0) / n * 4 * long.d_model / rate
     hop = 2 * 2 * count * long.num_kv_heads * long.d_head / bw  # keys and values
-    ring = (n - 1) * (max(0, hop - tile) + max(0, 3 * hop - 2.5 * tile)) + 2 * hop
+    back = [hop] * 2 + [3 * hop] * (n - 3) + [2 * hop]  # keys; both; sums of gradients
+    ring = (n - 1) * max(0, hop - tile) + sum(max(0, x - 2.5 * tile) for x in back)
+    ring += 2 * hop  # the sums come home
     heads = by_attention("ulysses", n, long).total / long.num_layers / bw
     return ring / (3.5 * n * tile), heads / (3.5 * n * tile)
 
 
-for count in (2048, 4096, 8192, 16384):
-    ring, heads = waits_of(count)
-    print(f"{count:6} tokens per rank: ring {ring:.0%}, Ulysses {heads:.0%}")
+for n in (4, 8):
+    for count in (2048, 4096, 8192, 16384):
+        ring, heads = waits_of(count, n)
+        print(f"{n} ranks, {count:6} tokens each: ring {ring:.0%}, Ulysses {heads:.0%}")
 
 # %% [markdown]
-# **So count the tokens of a rank.** With enough tokens to hide behind, a ring waits least. With far fewer, and without tp, Ulysses waits least: here with 4,096 or
-# less. An all-gather is for simple masks, where memory and wait do not hurt.
+# **So count the tokens of a rank, and the ranks.** With enough tokens to hide behind, a ring waits least. With far fewer, and without tp, Ulysses waits least if there
+# are many ranks: on 8 with 4,096 tokens or less, while on 4 the two wait alike with 2,048. An all-gather is for simple masks, where memory and wait do not hurt.
 #
-# `predict.time` counts a step of any mesh as if nothing overlapped (lab 10), and in the all-gather nothing does. Does it give the table's wait? Both without the
-# latency of 5 µs per message:
+# `predict.time` counts a step of any mesh as if nothing overlapped (lab 10). It knows the ring, not the all-gather, but that sends the same bytes, and there nothing
+# does overlap. Does it give the table's wait? Both without the latency of 5 µs per message:
 
 # %%
 no_latency = dataclasses.replace(h100, network=Link(0, bw))
@@ -681,7 +685,7 @@ print(f"{1e3 * exposed / big.num_layers:.2f} ms, and in the table {1e3 * waits:.
 # %% [markdown]
 # ### Is the zig-zag fair to packed documents?
 #
-# Documents are packed into one sequence, and each token attends within its own. Take a single document of 131,072 tokens; then one of 65,536 among 32 short ones, of
+# Documents are packed into one sequence, and each token attends within its own. Take a single document of 131,072 tokens; then one of 65,536 among 32 of 2,048, of
 # which 0 to 32 stand before it. Here is the work of the busiest of four ranks over the mean, first with one zig-zag through the whole sequence, then with each
 # document cut by itself:
 
