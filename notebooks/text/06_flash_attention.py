@@ -955,4 +955,4 @@ print(f"printed ratio {75.2 / 66.6:.2f}")
 # - P.-L. Hsu et al., *Liger Kernel: efficient Triton kernels for LLM training*, arXiv:2410.10989 (2024): cross-entropy in chunks, gradients in the forward pass (reported).
 # - S. Williams, A. Waterman, D. Patterson, *Roofline: an insightful visual performance model*, Communications of the ACM 52 (2009) (reported).
 # - V. Korthikanti et al., *Reducing activation recomputation in large transformer models*, arXiv:2205.05198 (2022): equation 1.
-# - PyTorch documentation of `scaled_dot_product_attention`, `torch.nn.attention`; Hugging Face documentation of attention backends; argument lists of Megatron-LM and torchtitan, as of 2025.
+# - PyTorch documentation of `scaled_dot_product_attention`, `torch.nn.attention`; Hugging Face documentation of attention backends; argument lists of Megatron-LM and torchtitan, to mid-2026.
