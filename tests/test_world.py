@@ -29,7 +29,7 @@ from labutils import collectives, world
 from labutils.config import Mesh
 from labutils.world import DeadlockError, MismatchError, RankError, World, sockets, threads, worker
 from labutils.world.distributed import DistributedEndpoint
-from labutils.world.processes import start_server
+from labutils.world.processes import _check_files, start_server
 from labutils.world.threads import Rendezvous
 
 ROOT = Path(__file__).parent.parent
@@ -1282,6 +1282,15 @@ def test_running_out_of_files_names_the_limit_and_the_remedy(tmp_path, monkeypat
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("opened, ranks, needed", [(100, 20, 196), (0, 2, 44), (0, 14, 72)])
+def test_open_files_are_counted_here_and_in_the_fork_server(opened, ranks, needed, monkeypatch):
+    monkeypatch.setattr(os, "listdir", lambda folder: range(opened))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (needed, needed))
+    _check_files(ranks)
+    with pytest.raises(RuntimeError, match=f"{ranks + 1} ranks need more open files"):
+        _check_files(ranks + 1)
 
 
 def test_closing_leaves_no_process_and_no_thread():
