@@ -1284,6 +1284,15 @@ def test_running_out_of_files_names_the_limit_and_the_remedy(tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+def test_what_a_rank_started_ends_with_it():
+    """Such as a shell, in the process group of which the rank is the leader."""
+    with World(2, engine="processes") as two:
+        started = two.run(lambda rank: os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "100"))
+        assert all(map(alive, started))
+    start = time.monotonic()
+    assert gone(started) and time.monotonic() - start < 60
+
+
 @pytest.mark.parametrize("opened, ranks, needed", [(100, 20, 196), (0, 2, 44), (0, 14, 72)])
 def test_open_files_are_counted_here_and_in_the_fork_server(opened, ranks, needed, monkeypatch):
     monkeypatch.setattr(os, "listdir", lambda folder: range(opened))
