@@ -418,6 +418,7 @@ TIRED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: flash.Roof.of("H100"), TypeError, "Roof.of takes a Hardware, got 'H100'"),
     (lambda: flash.passes(torch.relu, 2, 2, fused=True), ValueError, "are not known: there are softmax, layernorm, swiglu"),
     (lambda: flash.block_sizes(10, 1000), ValueError, "four rows of d=1000 do not fit fast=10 elements: use 4000 at least"),
+    (lambda: flash.online([]), ValueError, "no block has come: give one at least"),
     (lambda: flash.one_pass(flash.softmax, LOGITS, block=-1), ValueError, "block must be at least 1, got -1"),
     (lambda: flash.one_pass(flash.softmax, torch.zeros(2, 0)), ValueError, "of equally many rows and columns, got [(2, 0)]"),
     (lambda: flash.one_pass(flash.swiglu, LOGITS, LOGITS[:1]), ValueError, "of equally many rows and columns, got [(2, 3), (1, 3)]"),
