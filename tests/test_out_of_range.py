@@ -217,6 +217,11 @@ TABLE = {
         factor=(1.25, "+"),
     ),
     "quantization.nf4_bytes": row(quantization.nf4_bytes, numel=(64, "1")),
+    "quantization.Adam8": row(
+        lambda **options: quantization.Adam8(NET.parameters(), **options).defaults,
+        lr=(0.5, "0+"), eps=(0.5, "0+"), weight_decay=(0.5, "0+"), block=(64, "1"),
+        smallest=(4096, "0"),
+    ),
     "memory.korthikanti": row(
         memory.korthikanti, b=(2, "1"), s=(4, "1"), h=(8, "1"), a=(2, "1"), t=(1, "1")
     ),
