@@ -1284,6 +1284,11 @@ def test_running_out_of_files_names_the_limit_and_the_remedy(tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+def test_an_error_that_says_no_more_is_of_no_rank_and_waits_for_nothing():
+    error = RankError("stopped")
+    assert (str(error), error.waits, error.rank, error.traceback) == ("stopped", "", None, "")
+
+
 def test_what_a_rank_started_ends_with_it():
     """Such as a shell, in the process group of which the rank is the leader."""
     with World(2, engine="processes") as two:
