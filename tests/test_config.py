@@ -104,6 +104,7 @@ def test_from_hf_reads_every_family(name, tmp_path):
         (HF["gpt2"] | dict(activation_function="relu"), "activation_function is 'relu'"), (HF["gpt2"] | dict(resid_pdrop=0.0), "embd_pdrop=0.1, resid_pdrop=0.0, attn_pdrop=0.1: a ModelConfig has one"), (HF["gpt2"] | dict(add_cross_attention=True), "add_cross_attention is true"),
         (HF["mistral-7b"] | dict(attention_dropout=0.1), "attention_dropout is not 0"), (HF["phi-3-mini"] | dict(partial_rotary_factor=0.75), "partial_rotary_factor is 0.75"), (HF["phi-3-mini"] | dict(resid_pdrop=0.1), "a ModelConfig has one rate"),
         (HF["llama-3.1-8b"] | dict(mlp_bias=True), "mlp_bias is true"), (HF["llama-3.1-8b"] | dict(hidden_size=None), "d_model must be a whole number, got None"),
+        (HF["deepseek-v2"] | dict(hidden_act="gelu"), "DeepSeek models with SwiGLU and without biases"), (HF["deepseek-v2"] | dict(attention_bias=True), "DeepSeek models with SwiGLU"), (HF["deepseek-v2"] | dict(moe_layer_freq=2), "moe_layer_freq is 2"),
     ],
 )  # fmt: skip
 def test_from_hf_says_what_it_cannot_read(broken, message):

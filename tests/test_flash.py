@@ -620,5 +620,13 @@ def test_bad_input_elsewhere():
         flash.traffic("flash-3", s=8, d=8)
 
 
+@pytest.mark.parametrize("s", [256, 257])  # two full blocks, and a third
+def test_bytes_are_of_blocks_of_128_unless_others_are_named(s):
+    q, k, v = torch.zeros(3, 1, 1, s, 4)
+    named, books = flash.counted(q, k, v, block_q=128, block_k=128), flash.counted(q, k, v)
+    assert books.diff(named).unexplained == 0
+    assert books.diff(flash.traffic("flash-2", s=s, d=4, itemsize=4)).unexplained == 0
+
+
 def test_default_blocks_fit_a_tile_in_cache():
     assert all(heads * math.prod(default_blocks(heads)) <= 2**19 for heads in range(1, 9))

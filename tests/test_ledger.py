@@ -27,6 +27,10 @@ def test_totals_add_whatever_the_grouping(left, right):
     assert both.merged().total == both.total and both.merged().count == both.count
 
 
+def test_a_line_is_of_one_tensor_unless_it_says_of_how_many():
+    assert Ledger([Line("weights", 8), Line("weights", 8, count=3)]).count == 4
+
+
 def test_amounts_from_numpy_are_kept_as_python_ints():
     line = Line("weights", np.int32(2**31 - 1), count=np.int8(3))
     assert type(line.amount) is int and type(line.count) is int

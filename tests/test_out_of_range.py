@@ -217,6 +217,11 @@ TABLE = {
         factor=(1.25, "+"),
     ),
     "quantization.nf4_bytes": row(quantization.nf4_bytes, numel=(64, "1")),
+    "quantization.Adam8": row(
+        lambda **options: quantization.Adam8(NET.parameters(), **options).defaults,
+        lr=(0.5, "0+"), eps=(0.5, "0+"), weight_decay=(0.5, "0+"), block=(64, "1"),
+        smallest=(4096, "0"),
+    ),
     "memory.korthikanti": row(
         memory.korthikanti, b=(2, "1"), s=(4, "1"), h=(8, "1"), a=(2, "1"), t=(1, "1")
     ),
@@ -422,6 +427,7 @@ TIRED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: flash.Roof.of("H100"), TypeError, "Roof.of takes a Hardware, got 'H100'"),
     (lambda: flash.passes(torch.relu, 2, 2, fused=True), ValueError, "are not known: there are softmax, layernorm, swiglu"),
     (lambda: flash.block_sizes(10, 1000), ValueError, "four rows of d=1000 do not fit fast=10 elements: use 4000 at least"),
+    (lambda: flash.online([]), ValueError, "no block has come: give one at least"),
     (lambda: flash.one_pass(flash.softmax, LOGITS, block=-1), ValueError, "block must be at least 1, got -1"),
     (lambda: flash.one_pass(flash.softmax, torch.zeros(2, 0)), ValueError, "of equally many rows and columns, got [(2, 0)]"),
     (lambda: flash.one_pass(flash.swiglu, LOGITS, LOGITS[:1]), ValueError, "of equally many rows and columns, got [(2, 3), (1, 3)]"),

@@ -109,6 +109,21 @@ def test_what_eight_processes_send_and_hold_is_formula_and_dry_run():
     assert {line.rank for line in books.real} == set(range(8))
 
 
+@pytest.mark.parametrize(
+    "given, ranks, wanted",
+    [
+        (dict(pp=4, tp=4, dp=8, zero=3), 4, dict(pp=2, tp=2)),  # no replicas, no shares
+        (dict(pp=4, dp=8, zero=3), 4, dict(pp=2, dp=2, zero=3)),
+        (dict(tp=4, cp=2, zero=2), 8, dict(tp=2, cp=2, zero=2)),
+        (dict(tp=4, dp=4, cp=4, zero=1), 4, dict(tp=2, dp=2, zero=1)),
+        (dict(pp=4, dp=8, zero=1, schedule=2, chunks=4), 3, dict(pp=2, schedule=2, chunks=2)),
+    ],
+)  # fmt: skip
+def test_a_copy_has_the_axes_and_the_level_that_its_ranks_allow(given, ranks, wanted):
+    few = proof.scaled(planner.Plan(micro_batches=16, **given), ranks)
+    assert few == planner.Plan(micro_batch=1, micro_batches=4, **(dict(zero=0) | wanted))
+
+
 def test_a_copy_says_what_has_no_formula_and_what_differs(monkeypatch):
     mixture = replace(ModelConfig.named("mixtral-8x7b"), num_layers=2)
     plan, sent = planner.Plan(pp=4, dp=2, micro_batches=8), predict.sent

@@ -57,6 +57,15 @@ def test_the_winner_is_that_of_brute_force(model, stack):
     assert len(fit) == found.fits.sum()
 
 
+@pytest.mark.parametrize("batch", [1, 3, 6, 12])
+def test_every_plan_takes_the_whole_batch_and_no_more(batch):
+    asked = replace(job(nodes=1), batch_tokens=batch * SMALL.seq_len)
+    asked = replace(asked, cluster=replace(asked.cluster, gpus_per_node=4))
+    found = plans.enumerate_plans(asked)
+    assert np.all(found.dp * found.micro_batch * found.micro_batches == batch)
+    assert set(found.micro_batch) == {b for b in plans.MICRO_BATCHES if batch % b == 0}
+
+
 def test_405b_on_16384_gpus():
     model = replace(ModelConfig.named("llama-3.1-405b"), seq_len=8192)
     asked = job(model, nodes=2048)

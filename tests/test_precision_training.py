@@ -475,6 +475,11 @@ class TestExponents:
             "too large": 0.0,
         }
 
+    def test_without_a_scale_numbers_are_taken_as_they_are(self):
+        counts = {-26: 1, -25: 1, -14: 1, 15: 1, 16: 4}  # at the ends of each range
+        fates = {"zero": 0.125, "subnormal": 0.125, "normal": 0.25, "too large": 0.5}
+        assert precision.fate(counts, "fp16") == fates
+
     @pytest.mark.parametrize("scale", [3.0, 0.0, -1.0, math.inf, math.nan])
     def test_a_scale_that_is_no_power_of_two(self, scale):
         with pytest.raises(ValueError, match="is not a power of two"):

@@ -112,6 +112,12 @@ def test_attention_drops_as_often_as_it_is_told(name):
     assert (weights[..., below] == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
 
 
+@pytest.mark.parametrize("name", model.ATTEND)
+def test_attention_drops_nothing_that_it_is_not_told_to(name):
+    q, k, v = torch.randn(3, 1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model.ATTEND[name](q, k, v), model.ATTEND[name](q, k, v, 0.0))
+
+
 def test_the_stream_is_dropped_after_the_embedding_and_after_both_halves(monkeypatch):
     gpt = model.GPT(dataclasses.replace(TINY, dropout=0.5))
     shapes, dropout = [], F.dropout

@@ -3,7 +3,7 @@
 import pytest
 
 from labutils.config import Link
-from labutils.trace import Event, Trace
+from labutils.trace import Event, Message, Trace
 
 
 def ring(n: int, hops: int, nbytes: int = 25) -> Trace:
@@ -19,6 +19,13 @@ def star(n: int, nbytes: int = 100) -> Trace:
     ]
     leaf = [Event("star", to=0, sent=nbytes), Event("star", source=0, received=nbytes)]
     return Trace([center] + [leaf] * (n - 1))
+
+
+def test_an_event_that_says_no_more_moves_nothing_and_happens_once():
+    event, message = Event("wait"), Message("ring", "dp", 0, 1, 8)
+    assert (event.axis, event.to, event.source) == ("", None, None)
+    assert (event.sent, event.received, event.count) == (0, 0, 1)
+    assert (message.start, message.end) == (0, 0)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])

@@ -29,7 +29,7 @@ from labutils import collectives, world
 from labutils.config import Mesh
 from labutils.world import DeadlockError, MismatchError, RankError, World, sockets, threads, worker
 from labutils.world.distributed import DistributedEndpoint
-from labutils.world.processes import start_server
+from labutils.world.processes import _check_files, start_server
 from labutils.world.threads import Rendezvous
 
 ROOT = Path(__file__).parent.parent
@@ -1282,6 +1282,29 @@ def test_running_out_of_files_names_the_limit_and_the_remedy(tmp_path, monkeypat
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not list(tmp_path.iterdir())
+
+
+def test_an_error_that_says_no_more_is_of_no_rank_and_waits_for_nothing():
+    error = RankError("stopped")
+    assert (str(error), error.waits, error.rank, error.traceback) == ("stopped", "", None, "")
+
+
+def test_what_a_rank_started_ends_with_it():
+    """Such as a shell, in the process group of which the rank is the leader."""
+    with World(2, engine="processes") as two:
+        started = two.run(lambda rank: os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "100"))
+        assert all(map(alive, started))
+    start = time.monotonic()
+    assert gone(started) and time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("opened, ranks, needed", [(100, 20, 196), (0, 2, 44), (0, 14, 72)])
+def test_open_files_are_counted_here_and_in_the_fork_server(opened, ranks, needed, monkeypatch):
+    monkeypatch.setattr(os, "listdir", lambda folder: range(opened))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (needed, needed))
+    _check_files(ranks)
+    with pytest.raises(RuntimeError, match=f"{ranks + 1} ranks need more open files"):
+        _check_files(ranks + 1)
 
 
 def test_closing_leaves_no_process_and_no_thread():

@@ -79,6 +79,19 @@ def test_in_half_precision_shares_have_gradients_of_their_own(n, level, kept):
     assert ("gradient shards" in held.by("name")) == (level == 2 or not kept)
 
 
+@pytest.mark.parametrize("vocab_size", [11, 200], ids=["layers", "the head"])
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_level_3_holds_what_it_gathered_ahead_and_did_not_release(reshard, prefetch, vocab_size):
+    """The fullest moment is in the backward pass of a layer or in that of a large head."""
+    config = dataclasses.replace(UNTIED, num_layers=4, vocab_size=vocab_size)
+    how = dict(zero=3, precision="fp32", reshard=reshard, prefetch=prefetch)
+    train, mesh = TrainConfig(micro_batch=1, global_batch=2, **how), Mesh(dp=2)
+    held = predict.peak_states(config, train, mesh, 1)
+    told = rehearsal(config, train, mesh, 1).peak_states
+    assert held.diff(told).unexplained == 0, held.diff(told)
+
+
 def test_processes_hold_and_send_the_same():
     with world.World(2, engine="processes") as two, world.World(2, engine="dry") as dry:
         for level in (1, 2, 3):

@@ -224,7 +224,7 @@ def accelerate(job: Job, plan: Plan) -> str:
 
 
 def _flag(name: str, value: Any) -> str:
-    quoted = f"'{value}'" if isinstance(value, str) and {"|", "*"} & set(value) else value
+    quoted = f"'{value}'" if isinstance(value, str) and "|" in value else value
     return name if value is True else f"{name} {quoted}"
 
 

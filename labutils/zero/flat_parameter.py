@@ -9,7 +9,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from labutils import data_parallel, gradients, measure, world
-from labutils.world import Comm
+from labutils.world import Comm, Work
 from labutils.zero.partition import partition
 
 
@@ -152,13 +152,13 @@ class FlatParameter:
         """Whether the gradient of every parameter has come."""
         return len(self.arrived) == len(self.shapes)
 
-    def reduce(self, async_op: bool = False) -> Any:
-        """This rank's share of the mean gradient, left where it lies in `buffer`."""
+    def reduce(self) -> Work:
+        """Begin to leave this rank's share of the mean gradient where it lies in `buffer`."""
         buffer = self.open()
         for i in range(len(self.shapes)):
             if i not in self.arrived:  # it took no part in the loss
                 self.view(buffer, i).zero_()
-        return self.comm.reduce_scatter(buffer, out=buffer[self.own], async_op=async_op)
+        return self.comm.reduce_scatter(buffer, out=buffer[self.own], async_op=True)
 
     def land(self, mine: Shaped[Tensor, " share"]) -> None:
         """Give the pieces what `reduce` gave, or add it to the gradients that they have.

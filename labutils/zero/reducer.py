@@ -81,7 +81,7 @@ class Reducer:
         """Start to reduce the next one when the one before has landed: at most one is under way."""
         self._land()
         flat = self.flats[self._next]
-        self._flight = flat, flat.reduce(async_op=True)
+        self._flight = flat, flat.reduce()
         self._next += 1
 
     def _land(self) -> None:
