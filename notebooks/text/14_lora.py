@@ -219,7 +219,7 @@ dry = World(Mesh(), engine="dry").run(held, config=llama, r=16, rows=1)
 formulas.states(llama, rigs.lora.fine_tuning(rank=16, frozen="fp32")).diff(dry)
 
 # %% [markdown]
-# Here frozen weights are in fp32, usually in bf16. Full fine-tuning takes 16 bytes for each weight (lab 02).
+# Frozen weights are in fp32 here, usually in bf16. Full fine-tuning takes 16 bytes for each weight (lab 02).
 #
 # > Llama-2-7B takes 107.8 GB for full fine-tuning. How many GB with LoRA at r = 16, activations left out?
 
@@ -816,7 +816,7 @@ explore(knobs, states=27, model=models, r=[1, 16, 256], tokens=[512, 2048, 4096]
 # >   <!-- claim: (lambda m: round(100 * lora.trainable(m, rank=16) / m.num_params, 2))(config.ModelConfig.named("llama-2-7b")) == 0.59 -->
 # > - On Llama-2-7B LoRA saves gradients and optimizer state: 14.1 of 107.8 GB of states are left, 13.5 of them frozen weights. With these in NF4, 4.5 GB are left.
 # >   <!-- claim: (lambda m: [round(x / 1e9, 1) for x in (16 * m.num_params, predict.states(m, rigs.lora.fine_tuning(16)).total, 2 * m.num_params, predict.states(m, rigs.lora.fine_tuning(16, "nf4")).total)])(config.ModelConfig.named("llama-2-7b")) == [107.8, 14.1, 13.5, 4.5] -->
-# > - With adapters on all layers LoRA saves few activations: a step of Llama-2-7B with 4,096 tokens takes 28.6 GB over NF4, unless it recomputes. Without recomputation it saves only 28 % of the FLOPs, as gradients still flow to the first adapter.
+# > - With adapters on all layers LoRA saves few activations: a step of Llama-2-7B with 4,096 tokens takes 28.6 GB over NF4, unless it recomputes. Without recomputation it saves only 28 % of that step's FLOPs, as gradients still flow to the first adapter.
 # >   <!-- claim: round(rigs.lora.at_the_loss(config.ModelConfig.named("llama-2-7b"), rank=16, batch=1, frozen="nf4").total / 1e9, 1) == 28.6 -->
 # >   <!-- claim: (lambda m: round(100 - 100 * sum(lora.training_flops(m, rank=16).values()) / m.flops_per_token()))(config.ModelConfig.named("llama-2-7b")) == 28 -->
 # > - A merged adapter costs nothing. To take it out again to the bit, keep W, since (W + Δ) − Δ is rounded twice.
