@@ -219,7 +219,7 @@ dry = World(Mesh(), engine="dry").run(held, config=llama, r=16, rows=1)
 formulas.states(llama, rigs.lora.fine_tuning(rank=16, frozen="fp32")).diff(dry)
 
 # %% [markdown]
-# Here the frozen weights are in fp32; usually they are in bf16. Full fine-tuning takes 16 bytes for each weight (lab 02).
+# Frozen weights are in fp32 here, usually in bf16. Full fine-tuning takes 16 bytes for each weight (lab 02).
 #
 # > Llama-2-7B takes 107.8 GB for full fine-tuning. How many GB with LoRA at r = 16, activations left out?
 
@@ -276,7 +276,7 @@ print({name: units.text(ledger.total) for name, ledger in kept.items()})
 reveal("activations/lora", MB=round(kept["LoRA"].total / 1e6, 2))
 
 # %% [markdown]
-# **LoRA keeps most activations.** A's gradient needs x, its layer's input, as W's did. Attention and GELU keep what they kept, since gradients pass through them on their way to the first adapter. Only what the gradients of frozen weights alone needed is gone: the input of the head, and one of the two tensors that each norm keeps. The formula, tensor by tensor:
+# **With adapters on every layer, LoRA keeps most activations.** A's gradient needs x, its layer's input, as W's did. Attention and GELU keep what they kept, since gradients pass through them on their way to the first adapter. Gone is only what frozen weights' gradients alone needed: the head's input, and one of the two tensors that each norm keeps. By formula:
 
 # %%
 of_a_step = rigs.lora.fine_tuning(rank=4, frozen="fp32", batch=32)
@@ -333,7 +333,7 @@ whole = {
 reveal("7b/step", GB=round(whole["LoRA over nf4"].total / 1e9, 1))
 
 # %% [markdown]
-# **It does not fit: activations alone take 23.7 of 24 GB.** Rows of 1,024 tokens would fit (20.1 GB over bf16). So would adapters on queries and values alone (23.1 GB over NF4).
+# **It does not fit: activations alone take 23.7 of 24 GB.** Rows of 1,024 tokens would fit (20.1 GB over bf16). So would, over NF4, adapters on queries and values alone (23.1 GB, by a hair).
 #   <!-- claim: (lambda m, step: [round(each.total / 1e9, 1) for each in (step(__import__("dataclasses").replace(m, seq_len=1024), rank=16), step(m, rank=16, pattern=("query", "value"), frozen="nf4"))])(config.ModelConfig.named("llama-2-7b"), rigs.lora.at_the_loss) == [20.1, 23.1] -->
 #
 # Otherwise you need checkpointing (lab 04). Each layer adds the same bytes, so dry runs of two and three layers give those of all 32:
@@ -816,7 +816,7 @@ explore(knobs, states=27, model=models, r=[1, 16, 256], tokens=[512, 2048, 4096]
 # >   <!-- claim: (lambda m: round(100 * lora.trainable(m, rank=16) / m.num_params, 2))(config.ModelConfig.named("llama-2-7b")) == 0.59 -->
 # > - On Llama-2-7B LoRA saves gradients and optimizer state: 14.1 of 107.8 GB of states are left, 13.5 of them frozen weights. With these in NF4, 4.5 GB are left.
 # >   <!-- claim: (lambda m: [round(x / 1e9, 1) for x in (16 * m.num_params, predict.states(m, rigs.lora.fine_tuning(16)).total, 2 * m.num_params, predict.states(m, rigs.lora.fine_tuning(16, "nf4")).total)])(config.ModelConfig.named("llama-2-7b")) == [107.8, 14.1, 13.5, 4.5] -->
-# > - With adapters on all layers LoRA saves few activations: a step of Llama-2-7B with 4,096 tokens takes 28.6 GB over NF4, unless it recomputes. It saves 28 % of that step's FLOPs, as gradients still flow to the first adapter.
+# > - With adapters on all layers LoRA saves few activations: a step of Llama-2-7B with 4,096 tokens takes 28.6 GB over NF4, unless it recomputes. Without recomputation it saves only 28 % of that step's FLOPs, as gradients still flow to the first adapter.
 # >   <!-- claim: round(rigs.lora.at_the_loss(config.ModelConfig.named("llama-2-7b"), rank=16, batch=1, frozen="nf4").total / 1e9, 1) == 28.6 -->
 # >   <!-- claim: (lambda m: round(100 - 100 * sum(lora.training_flops(m, rank=16).values()) / m.flops_per_token()))(config.ModelConfig.named("llama-2-7b")) == 28 -->
 # > - A merged adapter costs nothing. To take it out again to the bit, keep W, since (W + Δ) − Δ is rounded twice.

@@ -125,7 +125,7 @@ said = "int", "int-8", "integers", "8-bit integers", "8 bit integers"
 reveal("schemes/best", *said, scheme=min(errors, key=errors.get))
 
 # %% [markdown]
-# int8 wins, here and on 14 of 16 other batches. It is as in lab 01: where numbers are of similar size, 255 equal steps are finer than an exponent. Outliers will change that.
+# int8 wins, here and on 14 of 16 other batches. Where numbers are of similar size, 255 equal steps are finer than an exponent (lab 01). Outliers will change that.
 #   <!-- claim: (lambda model: sum(int(rigs.fp8.gradient_error(model, quantization.SCHEMES["int8"], b)[0] < rigs.fp8.gradient_error(model, quantization.SCHEMES["tiles"], b)[0]) for b in [next(rigs.fp8.excerpts(seed=s)) for s in range(100, 116)]))(rigs.fp8.reader()) == 14 -->
 #
 # The unscaled gradient is off by only 7 %, although e5m2 rounds nearly half of the gradients of outputs to zero. Why? The error takes the gradients of all twelve matrices as *one* vector, and the large ones decide it. These five matrices are worst without a scale:
@@ -162,7 +162,7 @@ for name in of_each:
     print(f"{name:9} step off by {off:.1%}")
 
 # %% [markdown]
-# **Without a scale the gradient is off by 7 % and Adam's step by a third; with one, both are off by 3 to 5 %.** So one number for the whole gradient hides what goes wrong. int8's lead over tiles is gone in Adam's step, too.
+# **Without a scale the gradient is off by 7 % and Adam's step by a third; with one, both are off by 3 to 5 %.** So one number for the whole gradient hides what goes wrong. In Adam's step int8's lead over tiles is gone. (What this costs a run, thirty steps cannot tell.)
 #
 # Does "current" lose its 5 % by too few mantissa bits, or by too small a range? Trade one for the other, in the forward and the backward pass:
 
@@ -474,7 +474,7 @@ print(f"e4m3: all digits over a factor of {whole:,.0f}, something over {span:,.0
 # %% [markdown]
 # **Integers lack range, and floats precision.** int8 has one step size for the whole tensor, and the outlier makes it large. e4m3 gives each number its own exponent. So a number keeps all its digits while the largest of the tensor is at most 28,672 times as large. Then it loses digit after digit, the last beyond 229,376 times. (Here this begins near an outlier of 7,000, since its channel's largest number is some four times the typical one.)
 #
-# Tiles keep the damage of an outlier in one place. Which place? Here are the three products of the layer `up` in int8, one at a time:
+# Tiles confine an outlier's damage. To which place? Here are the three products of the layer `up` in int8, one at a time:
 
 
 # %%
@@ -647,7 +647,7 @@ engine = RECIPES["Transformer Engine"].bytes_per_parameter
 reveal("te/bytes", bytes_per_parameter=engine)
 
 # %% [markdown]
-# Sixteen, as in bf16: 8-bit operands are made for a product and forgotten, and states are the fp32 ones of autocast (lab 02). Only *keeping* weights, gradients and moments in few bits saves bytes.
+# Sixteen, as in bf16: 8-bit operands are forgotten after the step, and states are the fp32 ones of autocast (lab 02). Only *keeping* weights, gradients and moments in few bits saves bytes.
 #
 # Does the count hold? `KeptAdam` keeps the linear layers of the blocks as a recipe says, and the rest in fp32. First the formula against a dry run, then every recipe against the real program:
 
@@ -837,7 +837,7 @@ for name, keep in ways.items():
     print(f"{name:12} off by {off:4.0%}, largest step {moved.abs().max():5.1f}")
 
 # %% [markdown]
-# Even steps are good enough for m, but not for v, since they round some v to zero. Then only (1 − β₂)g² of the *newest* gradient is left under the root. Where that is tiny and m is not, a weight moves by up to 408 learning rates. Even steps of √v are good enough here as well, since the root halves the decades.
+# Even steps are good enough for m, but not for v, since they round some v to zero. Then only (1 − β₂)g² of the *newest* gradient is left under the root. Where that is tiny and m is not, a weight moves by more than 400 learning rates. Even steps of √v are good enough here as well, since the root halves the decades.
 #
 # Why blocks? Make one gradient of a matrix a thousand times as large as the largest, as a rare token's may be. Its second moment is then a million times as large as the largest.
 #
@@ -858,7 +858,7 @@ for block in (2048, None):
         reveal("moments/zero", percent=round(100 * zero_share))
 
 # %% [markdown]
-# In blocks 3 % of the second moments become zero, those of one block of 32; with one scale it is 99 %. Each weight whose moment became zero is divided by its newest gradient alone, as with even steps above. So a block does for the optimizer what a tile does for a product.
+# In blocks 3 % of the second moments become zero, those of one block of 32; with one scale it is 99 %. Where the moment became zero, the step is divided by the newest gradient alone, as with even steps above. So a block does for the optimizer what a tile does for a product.
 
 # %% [markdown]
 # ## Further: turn the knobs
@@ -913,7 +913,7 @@ explore(
 # >   <!-- claim: quantization.cast(torch.tensor([2.0**-18]), quantization.F8_E5M2).float().item() == 0 -->
 # > - A delayed scale needs some steps until every layer has seen its gradients, and clips what outgrows its history.
 # > - Judge a format by the error of Adam's step, not of the whole gradient: without a scale the step is off by a third here, the gradient by 7 %.
-# > - Without outliers int8 is as precise as 8-bit floats, or more. Here it breaks at an outlier of 100. e4m3 keeps its digits over a factor of 28,672, and loses one by one up to 229,376.
+# > - Without outliers int8 is as precise as 8-bit floats, or more. Here it breaks at an outlier of 100. e4m3 keeps its digits over a factor of 28,672, and loses them one by one up to 229,376.
 # >   <!-- claim: [floats.E4M3.max / each for each in (floats.E4M3.min_normal, floats.E4M3.min_subnormal)] == [28672, 229376] -->
 # > - A sum of 4,096 products in 14 bits is off by 0.3 % here, and moved to fp32 every 128 by 0.01 %.
 # > - A tile confines an outlier to 128 numbers of a row: at one of 100 the gradient in int8 is off by 17 % here, and by 69 % with one scale. A tile lies along the dim that is added up, so it is 1 × 128; for weights, which are multiplied both ways, 128 × 128.
