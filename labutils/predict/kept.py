@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from labutils import anatomy
 from labutils.anatomy import INDEX
+from labutils.config import ModelConfig
 from labutils.ledger import Ledger, Line
 from labutils.predict.inventory import Here
 
@@ -62,7 +63,6 @@ def kept_here(here: Here) -> Ledger:
 def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
     """What the forward pass of a stage keeps of one micro-batch, by module."""
     from labutils import tensor_parallel
-    from labutils.context_parallel.attention import kv_heads
 
     train, mesh = here.train, here.mesh
     stage = next(stage for stage in here.stages if stage.index == index)
@@ -75,9 +75,6 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
     ends |= {"tokens", "positions", "dropout"} if stage.embeds else set()
     ends |= {"norm", "head", "outside"} if stage.heads else set()
     whole = functools.cache(lambda dims: anatomy.size(dims, sizes))  # layers are alike
-    copies = 1  # of a key–value head, for ranks of Ulysses that are more
-    if train.attention == "ulysses" and train.checkpointing == "none":
-        copies = kv_heads(local.num_heads, local.num_kv_heads, mesh.cp) // local.num_kv_heads
     rows = anatomy.kept(local, how)
     if train.adapters is not None:
         from labutils import lora
@@ -90,7 +87,7 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
             continue
         itemsize = 8 if here.stream == 8 else tensor.itemsize
         if tensor.name in ("keys", "values"):
-            itemsize *= copies
+            itemsize *= _copies(here, local)
         if tensor.name == "count" and mesh.tp > 1:  # which half formats cannot make
             itemsize = max(4, itemsize)
         nbytes = whole(tensor.dims) * itemsize
@@ -112,6 +109,15 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
         yield Line("outside", 4, "activations", note="the scale of the loss")
     if stage.heads:
         yield Line("outside", INDEX, "activations", note="number of targets that count")
+
+
+def _copies(here: Here, local: ModelConfig) -> int:
+    """How often a key–value head is kept: more than once if Ulysses has more ranks than heads."""
+    from labutils.context_parallel.attention import kv_heads
+
+    if here.train.attention != "ulysses" or here.train.checkpointing != "none":
+        return 1
+    return kv_heads(local.num_heads, local.num_kv_heads, here.mesh.cp) // local.num_kv_heads
 
 
 def _tables(here: Here) -> Iterator[Line]:
