@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Float, Int8, Int32
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from labutils import units
 from labutils.quantization import nf4
@@ -95,7 +96,18 @@ def rotation(h: int, seed: int = 0) -> Float[Tensor, "h h"]:
 
 def int8_product(x: Int8[Tensor, "tokens k"], w: Int8[Tensor, "d k"]) -> Int32[Tensor, "tokens d"]:
     """x·wᵀ of integers, summed in int32: exact, since k·127² < 2³¹ for k up to 133,144."""
+    if x.device.type == "cpu" and _saturates():
+        return x.int() @ w.int().mT
     return torch._int_mm(x.contiguous(), w.mT.contiguous())
+
+
+@functools.cache
+def _saturates() -> bool:
+    """Whether this process forms 8-bit products in 16 bits, and cuts off what does not fit: oneDNN
+    does where ONEDNN_MAX_CPU_ISA hides from it the instructions that PyTorch sees."""
+    with unset_fake_temporarily():
+        most = torch.full((32, 32), 127, dtype=torch.int8)
+        return bool((torch._int_mm(most, most) != 32 * 127**2).any())
 
 
 class Int8Linear(nn.Module):
