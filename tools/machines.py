@@ -21,13 +21,14 @@ import sums
 from notebooks import twins
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}  # who waits spins else
 VARIANTS = {
     "default": {"ATEN_CPU_CAPABILITY": "default"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "avx512": {"ATEN_CPU_CAPABILITY": "avx512"},
-    "2": {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"},  # who waits spins else
-    "4": {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE", "MKL_DYNAMIC": "FALSE"},
-    "default, 2": {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "2"},
+    "2": {"OMP_NUM_THREADS": "2"} | PATIENT,
+    "4": {"OMP_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE"} | PATIENT,
+    "default, 2": {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "2"} | PATIENT,
     "onednn": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
     "mkl": {"MKL_CBWR": "COMPATIBLE"},
 }
