@@ -207,7 +207,7 @@ ASKED = [  # of which plans a dry run answers, since no formula does
     (predict.sent, "dp, FP8", dict(fp8="current"), False), (predict.sent, "tp, FP8", dict(fp8="current"), True),
     (predict.sent, "dp, FP8", dict(fp8="delayed"), True),
     (predict.activations, "1F1B, ZeRO-2, tp + sp, tied", ALL, False), (predict.activations, "1F1B", {}, True),
-    (predict.activations, "ring, selective", ALL, False), (predict.activations, "Ulysses", ALL, True),
+    (predict.activations, "ring, selective", ALL, False), (predict.activations, "Ulysses", ALL, False),
     (predict.activations, "ZB-H1", ALL, True), (predict.activations, "ep", ALL, True),
     (predict.activations, "tp", ALL | dict(dropout=0.1), False), (predict.activations, "dp, FP8", ALL, True),
     (predict.activations, "full", ALL | dict(dropout=0.1), True), (predict.activations, "full", ALL, False),
