@@ -75,7 +75,7 @@ list(quarters.tiles(rank=2, holder=1)), list(quarters.tiles(rank=2, holder=2))
 #
 # ### Exercise 11.1 · Pass the keys round (25 min, ●●○)
 #
-# Return output and lse of this rank's queries. Keep two sets of keys at most: the one that you compute with, and the one that is coming. Merge by `flash.merge(o1, lse1, o2, lse2)`; `whole.tiles` is right for any layout.
+# Return output and lse of this rank's queries. Keep two sets of keys at most: the one that you compute with, and the one that is coming. Merge by `flash.merge(o1, lse1, o2, lse2)`; `whole` is the layout of all tokens, and `whole.tiles` is right for any.
 
 
 # %%
@@ -719,7 +719,7 @@ for k, lengths in before.items():
 # %% [markdown]
 # ### Further: with tensor parallelism
 #
-# With tensor parallelism (lab 10) each rank has its heads already, and the ring runs among the ranks that have the *same* heads. Here are two by two ranks, each with
+# With tensor parallelism (lab 10) each rank has its heads already, and the ring runs among the ranks that have the *same* heads. Here is attention alone, on two by two ranks, each with
 # half the tokens of half the heads:
 
 # %%

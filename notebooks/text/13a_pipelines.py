@@ -149,7 +149,7 @@ plots.gantt(simulate(naive))
 # %% [markdown]
 # ## How many micro-batches fill the pipeline?
 #
-# *GPipe* sends all forwards first, then all backwards: rank 1 works on micro-batch 0 while rank 0 is at micro-batch 1.
+# *GPipe* sends all forwards first, then all backwards (AFAB): rank 1 works on micro-batch 0 while rank 0 is at micro-batch 1.
 #
 # > On four ranks, how many micro-batches does it take until ranks are idle at most 10 % of the time?
 

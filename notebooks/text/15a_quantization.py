@@ -787,7 +787,7 @@ explore(knobs, states=40, bits=(2, 8), outlier=[3, 5, 10, 20, 40])
 # | torchao, `quantize_(model, …)` | `Int8WeightOnlyConfig()`, `Int4WeightOnlyConfig(group_size=128)` | `Int8DynamicActivationInt8WeightConfig()`: per token and per output channel |
 # | bitsandbytes, `BitsAndBytesConfig(…)` | `load_in_4bit=True, bnb_4bit_quant_type="nf4"` | `load_in_8bit=True, llm_int8_threshold=6.0`: columns with a number above it stay in 16 bits |
 #
-# The cache of keys and values can be rounded, too: with it few bits pay at long sequences. DeepSpeed's ZeRO++ also sends weights in int8 (`zero_quantized_weights`). With scales of 16 bits int4 in groups of 64 costs 4.25 bits.
+# The cache of keys and values can be rounded, too: with it few bits pay at long sequences. (A key's scale for each channel can go into the query, as in SmoothQuant.) DeepSpeed's ZeRO++ also sends weights in int8 (`zero_quantized_weights`). With scales of 16 bits int4 in groups of 64 costs 4.25 bits.
 
 # %% [markdown]
 # ## Errata
