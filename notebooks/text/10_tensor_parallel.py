@@ -78,7 +78,7 @@ world = World(Mesh(tp=4))
 
 
 def by_column(rank):
-    """Broadcast X, multiply, gather the columns of Y (a comm gathers rows: transpose)."""
+    """Broadcast X, multiply, gather Y's columns (a comm gathers rows: transpose)."""
     comm, mine = rank.comm("tp"), x if rank.rank == 0 else torch.empty_like(x)
     y = comm.broadcast(mine) @ up.chunk(4)[comm.rank].T
     return comm.all_gather(y.T.contiguous()).T
