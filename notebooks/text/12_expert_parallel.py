@@ -352,7 +352,7 @@ for words, how in {
 # %% [markdown]
 # **Part of the skew is there before training.** An untrained router sends its busiest expert twice the mean, where chance would send 1.2 times. The cause is that words repeat, and a word goes almost the same way every time.
 #
-# **With uneven words, the first few steps add to it.** Four steps at this learning rate, 0.01, lift the busiest expert to 3.5 times the mean; then it slowly falls. At a tenth of the rate it rises later and less, with even words hardly at all.
+# **With uneven words, the first few steps add to it.** Four steps at this learning rate, 0.01, lift the busiest expert to 3.5 times the mean; then it slowly falls. At a tenth of the rate it rises later and less. With even words it hardly rises.
 #
 # Here are the words of the last of 300 steps, with nothing for balance:
 
