@@ -32,15 +32,18 @@ TRAINED: list[tuple[str, Scheme | None, dict[str, float]]] = [
 ]  # fmt: skip
 
 COUNTS = [1, 4, 16, 64]
-ROUNDED = {  # what is rounded, stochastically, with a rotation
-    "gradients, nearest": (("grad",), False, False),
-    "gradients, stochastic": (("grad",), True, False),
-    "all, nearest": (quantization.OPERANDS, False, False),
-    "all, stochastic": (quantization.OPERANDS, True, False),
-    "all, stochastic, rotated": (quantization.OPERANDS, True, True),
-    "weights": (("weight",), False, False),
-    "inputs of the first": (("x",), False, False),
-    "inputs of the others": (("x",), False, False),
+GRADIENTS, WEIGHTS, INPUTS = ("grad",), ("weight",), ("x",)
+ROUNDED: dict[str, dict[str, Any]] = {  # to the nearest number but for what is drawn
+    "gradients, nearest": dict(operands=GRADIENTS),
+    "gradients, stochastic": dict(operands=GRADIENTS, drawn=GRADIENTS),
+    "all, nearest": {},
+    "all, stochastic": dict(drawn=GRADIENTS),
+    "all, stochastic, rotated": dict(drawn=GRADIENTS, rotate=True),
+    "weights": dict(operands=WEIGHTS),
+    "weights, stochastic": dict(operands=WEIGHTS, drawn=WEIGHTS),
+    "inputs of the first": dict(operands=INPUTS),
+    "inputs of the first, stochastic": dict(operands=INPUTS, drawn=INPUTS),
+    "inputs of the others": dict(operands=INPUTS),
 }
 FIRST = {f"blocks.0.attention.{each}" for each in ("query", "key", "value")}  # read embeddings
 
@@ -62,13 +65,12 @@ def averaged() -> Iterator[dict[str, Any]]:
     for seed in SEEDS:
         exact, batches = rigs.fp8.reader(), rigs.fp8.excerpts(100 + seed)
         twins = {"": exact}
-        for name, (operands, stochastic, rotate) in ROUNDED.items():
-            draw = torch.Generator().manual_seed(seed) if stochastic else None
-            twins[name] = quantization.use_blocks(
-                copy.deepcopy(exact), floats.NVFP4, generator=draw, rotate=rotate, operands=operands
-            )
-            for path, layer in twins[name].named_modules() if name.startswith("inputs") else ():
-                if hasattr(layer, "operands") and (path in FIRST) == name.endswith("others"):
+        for name, how in ROUNDED.items():
+            draw = torch.Generator().manual_seed(seed) if "drawn" in how else None
+            twin = copy.deepcopy(exact)
+            twins[name] = quantization.use_blocks(twin, floats.NVFP4, generator=draw, **how)
+            for path, layer in twin.named_modules() if name.startswith("inputs") else ():
+                if type(layer) is quantization.BlockLinear and (path in FIRST) == name.endswith("others"):
                     layer.operands = ()
         sums = dict.fromkeys(twins, torch.zeros(()).double())
         for count in range(1, COUNTS[-1] + 1):

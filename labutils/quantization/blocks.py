@@ -36,9 +36,9 @@ class BlockLinear(nn.Module):
     """A linear layer whose three products take operands in blocks of `fmt`, which lie along what is
     added up. The numbers have the values of the codes; sums are fp32, or fp64 in a model of fp64.
 
-    generator: draws how gradients of outputs are rounded, stochastically; without one they go to
-        the nearest number, as inputs and weights always do
-    operands: which of "x", "weight" and "grad" are rounded
+    operands: which of "x", "weight" and "grad" (gradients of outputs) are rounded
+    generator: draws how those of `drawn` are rounded, stochastically; all others, and all without
+        one, go to the nearest number
     rotate: for the gradient of the weights, G and x are multiplied by ±1 at random and by
         `hadamard(16)` along tokens, 16 by 16, which their product does not notice
     """
@@ -46,19 +46,19 @@ class BlockLinear(nn.Module):
     def __init__(
         self, whole: nn.Linear, fmt: BlockFormat, *,
         generator: torch.Generator | None = None, rotate: bool = False,
-        operands: Sequence[str] = OPERANDS,
+        operands: Sequence[str] = OPERANDS, drawn: Sequence[str] = ("grad",),
     ) -> None:  # fmt: skip
         super().__init__()
         self.weight, self.bias = whole.weight, whole.bias
         self.fmt, self.generator, self.rotate = fmt, generator, rotate
-        self.operands = operands
+        self.operands, self.drawn = operands, drawn
         self.draws = torch.Generator().manual_seed(0)  # of signs
 
     def rounded(self, x: Float[Tensor, "m k"], operand: str) -> Float[Tensor, "m k"]:
         """What is left of "x", "weight" or "grad"."""
         if operand not in self.operands:
             return x
-        generator = self.generator if operand == "grad" else None
+        generator = self.generator if operand in self.drawn else None
         return quantize(x.contiguous(), self.fmt, generator=generator).dequantize().to(x.dtype)
 
     def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
