@@ -69,9 +69,11 @@ def averaged() -> Iterator[dict[str, Any]]:
             draw = torch.Generator().manual_seed(seed) if "drawn" in how else None
             twin = copy.deepcopy(exact)
             twins[name] = quantization.use_blocks(twin, floats.NVFP4, generator=draw, **how)
-            for path, layer in twin.named_modules() if name.startswith("inputs") else ():
-                if type(layer) is quantization.BlockLinear and (path in FIRST) == name.endswith("others"):
-                    layer.operands = ()
+            if name.startswith("inputs"):
+                modules, kind = twin.named_modules(), quantization.BlockLinear
+                layers = {path: each for path, each in modules if isinstance(each, kind)}
+                for path in FIRST if name.endswith("others") else layers.keys() - FIRST:
+                    layers[path].operands = ()
         sums = dict.fromkeys(twins, torch.zeros(()).double())
         for count in range(1, COUNTS[-1] + 1):
             batch = next(batches)

@@ -454,7 +454,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("quantization/blocks", "test_blocks"): [
         ("n < 1 or n & (n - 1)", "n < 1"),
         ("if operand not in self.operands:", "if False:"),
-        ('self.generator if operand == "grad" else None', "self.generator"),
+        ('self.generator if operand in self.drawn else None', "self.generator"),
         ('layer.rounded(weight.mT, "weight").mT', 'layer.rounded(weight, "weight")'),
         ("signs * hadamard(16)", "hadamard(16)"),
         ("torch.randint(0, 2, (16, 1)", "torch.randint(0, 2, (1, 16)"),
