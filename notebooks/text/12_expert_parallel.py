@@ -3,7 +3,7 @@
 #
 # **A layer has many experts, and every token visits a few of them. If each rank holds only some experts, what travels, who waits for whom, and who averages which gradients?**
 #
-# *90 min, and 55 further · before this: labs 07, 08 and 09 · needs a laptop, no GPU and no network*
+# *90 min, and 50 further · before this: labs 07, 08 and 09 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -264,7 +264,7 @@ compare(World(mesh).run(spread), whole)
 predict("mixtral/64-ranks", GB=14.5)
 
 # %% [markdown]
-# A dry run of rank 43 answers. It takes one training step of all 32 layers on 4,096 tokens, as `step.build` puts it together (lab 11). A dry run has no data that could decide where tokens go. So you state an assumption: with `balanced`, every expert gets equally many.
+# A dry run of rank 43 answers. It takes one training step of all 32 layers on 4,096 tokens, as `step.build` puts it together (lab 11). It has no data that could decide where tokens go, so you state an assumption: with `balanced`, every expert gets equally many.
 
 # %%
 cluster, full = Mesh(dp=64, ep=8), replace(mixtral, seq_len=4096)
@@ -301,7 +301,7 @@ in_a_step = Ledger(line for line in dry.ledger if line.name != "broadcast")
 formulas.sent(full, masters, cluster, rank=43).diff(in_a_step)
 
 # %% [markdown]
-# **Seven eighths of these bytes are gradients.** The rank holds 14.5 GB of them in bf16. But they are summed in fp32 (lab 08), and a ring of N ranks sends 2(N − 1)/N times what it sums (lab 07). With one micro-batch of 4,096 tokens per rank, averaging the experts costs five times as many bytes as all their all-to-alls. (Of the axes in `dp_cp` and `pp_dp_cp` only dp has more than one rank here.)
+# **Seven eighths of these bytes are gradients.** The rank holds 14.5 GB of them in bf16, but they are summed in fp32 (lab 08), and a ring of N ranks sends 2(N − 1)/N times what it sums (lab 07). With one micro-batch of 4,096 tokens per rank, averaging the experts costs five times as many bytes as all their all-to-alls. (Of the axes in `dp_cp` and `pp_dp_cp` only dp has more than one rank here.)
 
 # %% [markdown]
 # ## What if all tokens want the same expert?
@@ -413,7 +413,7 @@ lost = sum(ends("dropping", "dropped")) / 8
 reveal("dropping/visits", percent=round(100 * lost))
 
 # %% [markdown]
-# What does that cost? Each row says by how many nats the loss is higher than in the run of the same seed with nothing dropped and nothing for balance (± standard error over eight seeds). The last row is a control that must show harm: an expert has room for one visit, where the mean is 64.
+# What does that cost? Each row says by how many nats the loss is higher than in the same seed's run with nothing dropped and nothing for balance (± standard error over eight seeds). The last row is a control that must show harm: an expert has room for one visit, where the mean is 64.
 
 # %%
 for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for nothing"):
@@ -430,7 +430,7 @@ for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for no
 #
 # **What balance surely buys is time.** With twice the visits on one *rank* a layer's experts take nearly twice as long (below).
 #
-# How much is dropped at c = 1, with no room to spare? Even if each visit's expert is drawn by lot, some experts get more than the mean. This is the share of all visits that is dropped, where the mean is 64 visits, and 4,096:
+# How much is dropped at c = 1? Even if experts are drawn by lot, some get more than the mean. This is the share of visits dropped, where the mean is 64 visits, and 4,096:
 
 # %%
 draw = torch.Generator().manual_seed(0)
@@ -442,7 +442,7 @@ for mean in (64, 4096):
         print(f"{mean:5} visits, c = {c:4}: {over:6.2%} dropped")
 
 # %% [markdown]
-# **At c = 1, chance alone drops about 0.37/√mean of the visits.** The visits of an expert scatter around the mean with a standard deviation of √(7/8 · mean), or 0.94·√mean. What is above the mean is dropped. This excess, counted as 0 for an expert below the mean, averages 1/√(2π) = 0.4 standard deviations, or 0.37·√mean visits.
+# **At c = 1, chance alone drops about 0.37/√mean of the visits.** The visits of an expert scatter with a standard deviation of √(7/8 · mean), or 0.94·√mean. Dropped is what is above the mean: 0 for an expert below it, and on average 1/√(2π) = 0.4 standard deviations, or 0.37·√mean visits.
 #
 # So where a rank has few tokens, the extra quarter of room at c = 1.25 is for chance. Where it has many, it is for what the router has not learned. A busiest expert with 1.3 times the mean alone drops (1.3 − 1)/8 = 3.8 % of all visits at c = 1, and (1.3 − 1.25)/8 = 0.6 % at 1.25.
 #   <!-- arithmetic: [round(100 * (1.3 - c) / 8, 1) for c in (1, 1.25)] == [3.8, 0.6] -->
@@ -486,11 +486,11 @@ for share in (0, 0.001, 0.01):
     print(f", with logits in bf16 by {rough.abs().max():.3f}")
 
 # %% [markdown]
-# **Without z-loss nothing brings the logits back.** In exact numbers that does no harm. But rounded to bf16 such logits make a probability wrong by up to 7 percentage points. (Routers are often computed in fp32 for this reason.)
+# **Without z-loss nothing brings the logits back.** In exact numbers that does no harm, but in bf16 such logits make a probability wrong by up to 7 percentage points. (Routers often run in fp32 for this reason.)
 #
-# **With enough z-loss, 0.01, both are right,** exact and rounded. In the middle row the logits are still on their way. Until they arrive, the pull bends the probabilities, since it is stronger on likely experts.
+# **With enough z-loss, 0.01, both are right,** exact and rounded. In the middle row the logits are still on their way. Meanwhile the pull bends the probabilities: it is stronger on likely experts.
 #
-# **Does a trained router drift as far as 100?** Here is the router above after 200 steps from scratch, a mean of three seeds, with the model's loss over the last 50 steps:
+# **Does a trained router drift as far as 100?** Here is the router above after 200 steps, a mean of three seeds, with the model's loss over the last 50 steps:
 
 
 # %%
@@ -511,9 +511,9 @@ for share in (0, 0.001, 0.01):
 # %% [markdown]
 # **Not in 200 steps.** The log of the sum begins at log 8 = 2.1 and drifts up to 2.5; a z-loss brings it down.
 #
-# **And nothing was wrong yet.** Bf16 costs 0.2 percentage points at most, with and without z-loss, and the loss is no better with it. So a z-loss insures against a drift over many more steps. What it saves there, these runs cannot show.
+# **And nothing was wrong yet.** Bf16 costs 0.2 percentage points at most, with and without z-loss, and the loss is no better with it. So a z-loss insures against a drift over many more steps, which these runs cannot show.
 #
-# (With 0.01 the logit of largest size is even larger, 5.4 where it is 3.5 without. A z-loss holds the sum, not the distances between logits.)
+# (With 0.01 the largest logit by size is even larger, 5.4: a z-loss holds the sum, not the distances between logits.)
 
 # %% [markdown]
 # ## Further: when does the all-to-all dominate?
@@ -546,7 +546,7 @@ print(f"NVLink: {even[NVLINK]:.0f}; Mixtral's experts: 14336, DeepSeek-V3's: 204
 # Mixtral's experts are wide enough for both links, DeepSeek-V3's for NVLink alone. Between nodes each all-to-all of V3's forward pass would take 2.4 times as long as its experts.
 #   <!-- claim: (lambda h: round(h.rate() / (3 * h.network.bandwidth) / 2048, 1))(config.Hardware.named("H100")) == 2.4 -->
 #
-# **How could DeepSeek-V3 train across nodes all the same?** Its report (section 3.2.1) states a ratio of computing to communicating of about 1 : 1. In the first line below only experts compute, and each row goes to 8 experts and back in bf16. Each further line changes one thing more:
+# **How could DeepSeek-V3 train across nodes all the same?** Its report (section 3.2.1) states a ratio of computing to communicating of about 1 : 1. In the first line only experts compute, and each row goes to 8 experts and back in bf16. Each further line changes one thing more:
 
 # %%
 v3 = replace(ModelConfig.named("deepseek-v3"), seq_len=4096)
@@ -635,14 +635,14 @@ alike, busy = (timed(many, [share] * 8, **how).makespan for share in shares)
 print(f"{busy / alike:.2f} times as long")
 
 # %% [markdown]
-# **What counts is the busiest *rank*,** and several experts on one rank even out. In the first picture expert 4 has 3.4 times an expert's mean. But its rank, with experts 4 and 5, has only twice a rank's mean.
+# **What counts is the busiest *rank*,** and several experts on one rank even out. In the first picture expert 4 has 3.4 times an expert's mean. But its rank, with experts 4 and 5, has only twice a rank's.
 #
 # That rank also keeps twice the rows for its backward pass, so it runs out of memory first.
 
 # %% [markdown]
 # ### Turn the knobs
 #
-# At which width do two halves hide half of what travels between nodes? Then let one expert get three times its share.
+# At which width do two halves hide half of what travels between nodes? Then give one expert three times its share.
 
 
 # %%
