@@ -428,6 +428,19 @@ def busiest_experts() -> tuple[float, ...]:
     return tuple(round(sum(each) / len(each), 1) for each in found)
 
 
+def busiest_by_lot(seeds: int = 8, draws: int = 50) -> float:
+    """Visits of the busiest of eight experts over the mean, in a first batch of the language of
+    `train_router`, if every word keeps to two experts drawn by lot."""
+    draw, found = torch.Generator().manual_seed(0), []
+    for seed in range(seeds):
+        words = rigs.expert_parallel.language(16, 33, seed)(8)[:, :-1].flatten()
+        for _ in range(draws):
+            pairs = torch.rand(16, 8, generator=draw).topk(2).indices
+            visits = torch.bincount(pairs[words].flatten(), minlength=8)
+            found.append(visits.max().item() / visits.double().mean().item())
+    return round(sum(found) / len(found), 1)
+
+
 TWELVES = ModelConfig(num_layers=2, d_model=12, num_heads=2, d_ff=24, vocab_size=12, seq_len=12)
 
 

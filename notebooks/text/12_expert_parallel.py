@@ -151,7 +151,7 @@ show(expert_parallel.combine)
 # %% [markdown]
 # The backward pass takes the same way in reverse: gradients of results travel to the experts, gradients of tokens come back.
 #
-# > How many all-to-alls does *one* layer take in a training step, forward and backward?
+# > How many all-to-alls does *one* layer take per micro-batch, forward and backward?
 
 # %%
 predict("layer/all-to-alls", calls=2)
@@ -244,7 +244,7 @@ for axis in ("dp", "ep", "edp"):
 # %% [markdown]
 # Attention, norms, embeddings, the router and a shared expert are on all ranks of `dp`, so their gradients are averaged over `dp`. An expert is only on the ranks of `edp`, N_d/N_e of the N_d data-parallel ranks, so its gradient is averaged over those.
 #
-# **Before that, an expert's gradient is N_e times too large.** It comes from the tokens of all N_e ranks of a block. Each rank's loss is a mean over its own tokens, so the gradient is a sum of N_e means. Therefore the backward pass of `combine` divides by N_e before gradients reach the experts. That of `dispatch` multiplies by N_e again, for the gradients of tokens. Then each group of ranks divides by its own size:
+# **Left alone, that average is N_e times too large.** An expert meets the tokens of all N_e ranks of its block, and each rank's loss is a mean over its own tokens. So the expert's gradient is already a sum of N_e means. Therefore the backward pass of `combine` divides by N_e before gradients reach the experts. That of `dispatch` multiplies by N_e again, for the gradients of tokens. Then each group of ranks divides by its own size:
 
 # %%
 show(expert_parallel.reduce_gradients)
@@ -264,7 +264,7 @@ compare(World(mesh).run(spread), whole)
 predict("mixtral/64-ranks", GB=14.5)
 
 # %% [markdown]
-# A dry run of rank 43 answers. It takes one training step of all 32 layers on 4,096 tokens, as `step.build` puts it together (lab 11). A dry run has no data that could decide where tokens go. So you state an assumption: with `balanced`, every expert gets equally many.
+# A dry run of rank 43 answers. It takes one training step of all 32 layers on 4,096 tokens, as `step.build` puts it together (lab 11). It has no data that could decide where tokens go, so you state an assumption: with `balanced`, every expert gets equally many.
 
 # %%
 cluster, full = Mesh(dp=64, ep=8), replace(mixtral, seq_len=4096)
@@ -301,7 +301,7 @@ in_a_step = Ledger(line for line in dry.ledger if line.name != "broadcast")
 formulas.sent(full, masters, cluster, rank=43).diff(in_a_step)
 
 # %% [markdown]
-# **Seven eighths of these bytes are gradients.** The rank holds 14.5 GB of them in bf16. But they are summed in fp32 (lab 08), and a ring sends nearly twice what it sums (lab 07). So with one micro-batch of 4,096 tokens per rank, averaging the experts costs five times as many bytes as all their all-to-alls. (Of the axes in `dp_cp` and `pp_dp_cp` only dp has more than one rank here.)
+# **Seven eighths of these bytes are gradients.** The rank holds 14.5 GB of them in bf16, but they are summed in fp32 (lab 08), and a ring of N ranks sends 2(N − 1)/N times what it sums (lab 07). With one micro-batch of 4,096 tokens per rank, averaging the experts costs five times as many bytes as all their all-to-alls. (Of the axes in `dp_cp` and `pp_dp_cp` only dp has more than one rank here.)
 
 # %% [markdown]
 # ## What if all tokens want the same expert?
@@ -334,7 +334,7 @@ for way in ("nothing", "words equally frequent", "α = 0.1"):
     print(f"{way:22} {sum(ends(way, 'busiest')) / 8:.1f} times the mean")
 
 # %% [markdown]
-# **It takes both.** Remove either, and most of the skew is gone. (If experts were drawn by chance, the busiest would have 1.2 times the mean in a batch of this size.)
+# **After 300 steps it takes both.** Remove either, and most of the skew is gone. (Experts drawn by lot for each *token* would give 1.2 in a batch of this size.)
 #
 # When does the skew come?
 
@@ -350,7 +350,8 @@ for words, how in {
     print(f"{words:27}", *(f"{times:.1f} " for times in means))
 
 # %% [markdown]
-# **Part of the skew is there before training.** An untrained router sends its busiest expert twice the mean, where chance would send 1.2 times. The cause is that words repeat, and a word goes almost the same way every time.
+# **Part of the skew is there before training.** An untrained router sends its busiest expert twice the mean. The cause is that words repeat, and a word goes almost the same way every time: two experts drawn by lot for each *word* give 1.9, too.
+#   <!-- claim: claims.busiest_by_lot() == 1.9 -->
 #
 # **With uneven words, the first few steps add to it.** Four steps at this learning rate, 0.01, lift the busiest expert to 3.5 times the mean; then it slowly falls. At a tenth of the rate it rises later and less. With even words it hardly rises.
 #
@@ -363,14 +364,14 @@ names = [*(f"word {i}" for i in range(5)), "11 others"]
 plots.visits([*by_word[:5], rare], names=names)
 
 # %% [markdown]
-# In this run each frequent word keeps mostly to two or three experts, whatever word stands before it. (Two are the fewest that k = 2 allows.) The rare words go where frequent words go. Experts 0 and 2 together get one visit of 512, so in this step they learn next to nothing.
+# In this run each frequent word keeps mostly to two or three experts, whatever word stands before it; two are the fewest possible. Rare words go where frequent words go. Experts 0 and 2 together get one visit of 512, so in this step they learn next to nothing.
 
 # %% [markdown]
 # **A balance loss** is added to the loss, times α:
 #
-# $$ E\sum_e v_e\,P_e, \qquad v_e = \text{share of visits}, \quad P_e = \text{mean probability}. $$
+# $$ E\sum_e v_e\,P_e, \qquad v_e = \text{share of the rank's visits}, \quad P_e = \text{mean probability}. $$
 #
-# The sum is 1 where visits and probabilities are even, and E/k where the router is certain that all tokens want the same k experts. Counts have no gradient, so the loss's gradient flows through P alone. It lowers the probability of the experts whose share v is high.
+# This loss is 1 where visits and probabilities are even, and E/k where the router is certain that all tokens want the same k experts. Counts have no gradient, so the gradient flows through P alone. It lowers the probability of the experts whose share v is high.
 #
 # **A bias** (DeepSeek-V3) balances without a gradient: it is added where experts are chosen, and enters no weight w (exercise 12.1). After each step the bias of every expert that was asked for more often than the mean falls by γ; that of the others rises by γ. (γ is 0.01 in these runs, 0.001 in DeepSeek-V3.) Runs with a bias have sigmoid scores.
 
@@ -392,9 +393,10 @@ for way in ("sigmoid scores", *ways[1:]):
     print(f"{way:15}", *(f"{times:.1f}" for times in ends(way, "busiest")))
 
 # %% [markdown]
-# **It is the bias that helps, not the sigmoid.** With a bias of 0 ("sigmoid scores") the visits are as uneven as with softmax scores.
+# **It is the bias that helps, not the sigmoid.** With a bias of 0 ("sigmoid scores") the visits are as uneven as with softmax.
 #
-# **And α has to be tuned.** Switch Transformers' value is 0.01. With it the busiest expert still has more than twice the mean in two seeds of eight, at the end of 300 steps. (Switch's runs are far longer.)
+# **And α has to be tuned.** With 0.01, Switch Transformers' value, the busiest expert still has more than twice the mean in two seeds of eight after 300 steps; with nothing, in five. (Switch's runs are far longer.)
+#   <!-- claim: [sum(x > 2 for x in rigs.expert_parallel.ends(way, "busiest")) for way in ("α = 0.01", "nothing")] == [2, 5] -->
 
 # %% [markdown]
 # ### Further: what does dropping cost?
@@ -411,7 +413,7 @@ lost = sum(ends("dropping", "dropped")) / 8
 reveal("dropping/visits", percent=round(100 * lost))
 
 # %% [markdown]
-# What does that cost? Each row says by how many nats the loss is higher than in the run of the same seed with nothing dropped and nothing for balance (± standard error over eight seeds). The last row is a control that must show harm: an expert has room for one visit, where the mean is 64.
+# What does that cost? Each row says by how many nats the loss is higher than in the same seed's run with nothing dropped and nothing for balance (± standard error over eight seeds). The last row is a control that must show harm: an expert has room for one visit, where the mean is 64.
 
 # %%
 for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for nothing"):
@@ -424,11 +426,11 @@ for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for no
 # %% [markdown]
 # **Great harm would show.** The control drops nearly all visits and loses a third of a nat: that is what experts are worth here.
 #
-# **The harm of dropping 29 %, with nothing for balance, may be chance.** The loss is higher by 0.06 ± 0.05, in six seeds of eight.
+# **The harm of dropping 29 %, with nothing for balance, may be chance.** The loss is higher by 0.06 ± 0.05, in six seeds of eight. But 0.16, about half of what experts are worth, is only two standard errors away. With a balance loss there is next to nothing to drop.
 #
-# **What balance surely buys is time.** With a balance loss there is next to nothing to drop. And with twice the visits on one *rank* a layer's experts take nearly twice as long (below).
+# **What balance surely buys is time.** With twice the visits on one *rank* a layer's experts take nearly twice as long (below).
 #
-# How much is dropped at c = 1, with no room to spare? Even a router that draws all experts equally often sends some more than the mean, by chance. This is the share of its visits that is dropped, where the mean is 64 visits, and 4,096:
+# How much is dropped at c = 1? Even if experts are drawn by lot, some get more than the mean. This is the share of visits dropped, where the mean is 64 visits, and 4,096:
 
 # %%
 draw = torch.Generator().manual_seed(0)
@@ -440,17 +442,17 @@ for mean in (64, 4096):
         print(f"{mean:5} visits, c = {c:4}: {over:6.2%} dropped")
 
 # %% [markdown]
-# **At c = 1, chance alone drops about 0.37/√mean of the visits.** The visits of an expert scatter around the mean with a standard deviation of √(7/8 · mean), or 0.94·√mean. What is above the mean is dropped. This excess, counted as 0 for an expert below the mean, averages 0.4 standard deviations, or 0.37·√mean visits.
+# **At c = 1, chance alone drops about 0.37/√mean of the visits.** The visits of an expert scatter with a standard deviation of √(7/8 · mean), or 0.94·√mean. Dropped is what is above the mean: 0 for an expert below it, and on average 1/√(2π) = 0.4 standard deviations, or 0.37·√mean visits.
 #
-# So the extra quarter of room at c = 1.25 is for chance only where a rank has few tokens. With many tokens it is for what the router has not learned. A busiest expert with 1.3 times the mean alone drops (1.3 − 1)/8 = 3.8 % of all visits at c = 1, and (1.3 − 1.25)/8 = 0.6 % at 1.25.
+# So where a rank has few tokens, the extra quarter of room at c = 1.25 is for chance. Where it has many, it is for what the router has not learned. A busiest expert with 1.3 times the mean alone drops (1.3 − 1)/8 = 3.8 % of all visits at c = 1, and (1.3 − 1.25)/8 = 0.6 % at 1.25.
 #   <!-- arithmetic: [round(100 * (1.3 - c) / 8, 1) for c in (1, 1.25)] == [3.8, 0.6] -->
 
 # %% [markdown]
 # ### Further: what holds a router's logits?
 #
-# **Nothing so far keeps a router's logits from drifting.** A softmax stays the same if one number is added to all logits of a token, so neither the model's loss nor a balance loss sees such a drift. But it costs precision in bf16 (lab 01): around 100, neighboring numbers are 0.5 apart.
+# **No loss so far keeps a router's logits from drifting.** A softmax stays the same if one number is added to all logits of a token, so neither the model's loss nor a balance loss sees it. But a drift costs precision in bf16 (lab 01): around 100, neighboring numbers are 0.5 apart.
 #
-# The *z-loss* of ST-MoE holds the logits z of a token t by pulling the sum of their exponentials to 1, so its logarithm ℓ to 0. The cell checks the gradient, where p is the softmax of z:
+# The *z-loss* of ST-MoE holds the logits z of a token t by pulling the sum of their exponentials to 1, so its logarithm ℓ to 0. The cell checks the gradient, in which p, the softmax of z, is the derivative of ℓ:
 #
 # $$ L_z \;=\; \frac1T\sum_t \ell_t^2, \qquad \ell_t = \log\sum_e e^{z_{te}}, \qquad \frac{\partial L_z}{\partial z_{te}} \;=\; \frac{2}{T}\,\ell_t\,p_{te}. $$
 
@@ -484,11 +486,11 @@ for share in (0, 0.001, 0.01):
     print(f", with logits in bf16 by {rough.abs().max():.3f}")
 
 # %% [markdown]
-# **Without z-loss nothing brings the logits back.** In exact numbers that does no harm. But rounded to bf16 such logits make a probability wrong by up to 7 percentage points. (Routers are often computed in fp32 for this reason.)
+# **Without z-loss nothing brings the logits back.** In exact numbers that does no harm, but in bf16 such logits make a probability wrong by up to 7 percentage points. (Routers often run in fp32 for this reason.)
 #
-# **With enough z-loss, 0.01, both are right,** exact and rounded. In the middle row the logits are still on their way. Until they arrive, the pull bends the probabilities, since it is stronger on likely experts.
+# **With enough z-loss, 0.01, both are right,** exact and rounded. In the middle row the logits are still on their way. Meanwhile the pull bends the probabilities: it is stronger on likely experts.
 #
-# **Does a trained router drift as far as 100?** Here is the router above after 200 steps from scratch, a mean of three seeds, with the model's loss over the last 50 steps:
+# **Does a trained router drift as far as 100?** Here is the router above after 200 steps, a mean of three seeds, with the model's loss over the last 50 steps:
 
 
 # %%
@@ -509,14 +511,14 @@ for share in (0, 0.001, 0.01):
 # %% [markdown]
 # **Not in 200 steps.** The log of the sum begins at log 8 = 2.1 and drifts up to 2.5; a z-loss brings it down.
 #
-# **And nothing was wrong yet.** Bf16 costs 0.2 percentage points at most, with and without z-loss, and the loss is no better with it. So a z-loss insures against a drift over many more steps. What it saves there, these runs cannot show.
+# **And nothing was wrong yet.** Bf16 costs 0.2 percentage points at most, with and without z-loss, and the loss is no better with it. So a z-loss insures against a drift over many more steps, which these runs cannot show.
 #
-# (With 0.01 the largest logit by size grows, to 5.4. A z-loss holds the sum, not the distances between logits.)
+# (With 0.01 the largest logit by size is even larger, 5.4: a z-loss holds the sum, not the distances between logits.)
 
 # %% [markdown]
 # ## Further: when does the all-to-all dominate?
 #
-# > An H100 computes products in bf16 at 601 TFLOP/s, and sends 40 GB/s between nodes (lab 09). An expert is three matrices of h × f (SwiGLU). From which width f on does an expert compute as long as its rows travel one way?
+# > An H100 computes products in bf16 at 601 TFLOP/s, 61 % of the peak, and sends 40 GB/s between nodes, 80 % of 400 Gbit/s (lab 09). An expert is three matrices of h × f (SwiGLU). From which width f on does an expert compute as long as its rows travel one way?
 
 # %%
 predict("all-to-all/width", f=1000)
@@ -544,7 +546,7 @@ print(f"NVLink: {even[NVLINK]:.0f}; Mixtral's experts: 14336, DeepSeek-V3's: 204
 # Mixtral's experts are wide enough for both links, DeepSeek-V3's for NVLink alone. Between nodes each all-to-all of V3's forward pass would take 2.4 times as long as its experts.
 #   <!-- claim: (lambda h: round(h.rate() / (3 * h.network.bandwidth) / 2048, 1))(config.Hardware.named("H100")) == 2.4 -->
 #
-# **How could DeepSeek-V3 train across nodes all the same?** Its report (section 3.2.1) states a ratio of computing to communicating of about 1 : 1. In the first line below only experts compute, and each row goes to 8 experts and back in bf16. Each further line changes one thing more:
+# **How could DeepSeek-V3 train across nodes all the same?** Its report (section 3.2.1) states a ratio of computing to communicating of about 1 : 1. In the first line only experts compute, and each row goes to 8 experts and back in bf16. Each further line changes one thing more:
 
 # %%
 v3 = replace(ModelConfig.named("deepseek-v3"), seq_len=4096)
@@ -565,7 +567,7 @@ for what, (seconds, nbytes) in steps.items():
     print(f"{what:34} {seconds / (nbytes / bw):.2f} : 1")
 
 # %% [markdown]
-# **With all changes the ratio is 0.96 : 1, near the published one.** The last line is of a whole step, the others of a forward pass alone; they end at 0.61 : 1. The backward pass lifts the ratio: products take twice as long as forward and attention's scores 2.5 times (lab 06), while as many rows travel.
+# **With all changes the ratio is 0.96 : 1, near the published one.** The last line is of a whole step, the others of a forward pass alone; they end at 0.61 : 1. The backward pass lifts the ratio: products take twice as long as forward and attention's scores 2.5 times (lab 06), while as many bytes travel.
 #
 # **The agreement proves no single change.** The fourth line has neither 8-bit products nor a backward pass, and comes about as near to 1 : 1. And the last two lines assume that products in 8 bits reach the same share of their peak as products in bf16.
 #
@@ -633,14 +635,14 @@ alike, busy = (timed(many, [share] * 8, **how).makespan for share in shares)
 print(f"{busy / alike:.2f} times as long")
 
 # %% [markdown]
-# **What counts is the busiest *rank*,** and several experts on one rank even out. In the first picture expert 4 has 3.4 times an expert's mean. But its rank, with experts 4 and 5, has only twice a rank's mean.
+# **What counts is the busiest *rank*,** and several experts on one rank even out. In the first picture expert 4 has 3.4 times an expert's mean. But its rank, with experts 4 and 5, has only twice a rank's.
 #
 # That rank also keeps twice the rows for its backward pass, so it runs out of memory first.
 
 # %% [markdown]
 # ### Turn the knobs
 #
-# At which width do two halves hide half of what travels between nodes? Then let one expert get three times its share.
+# At which width do two halves hide half of what travels between nodes? Then give one expert three times its share.
 
 
 # %%
@@ -741,8 +743,8 @@ hint("expert_parallel/bug-hunt", 1)
 #
 # > - Of Mixtral's 46.7 billion parameters a token meets 12.9 billion.
 # >   <!-- claim: [round((m.num_params - m.parameters["feed-forward"] * 6 // 8) / 1e9, 1) for m in [config.ModelConfig.named("mixtral-8x7b")]] == [12.9] -->
-# > - A layer takes five all-to-alls per step: counts, dispatch, combine, and two backward. Each of the four with rows sends (N_e − 1)/N_e · k·b·s·h numbers per rank if routing is even.
-# > - Gradients of experts are averaged over N_d/N_e ranks, all others over N_d. (Here `combine` has divided an expert's by N_e before that; Megatron-LM divides by N_e when it averages.) A mean over the wrong group raises no error.
+# > - A layer takes five all-to-alls per micro-batch: counts, dispatch, combine, and two backward. Each of the four with rows sends (N_e − 1)/N_e · k·b·s·h numbers per rank if routing is even.
+# > - Gradients of experts are averaged over N_d/N_e ranks, all others over N_d. (Here `combine` has divided those of experts by N_e before; Megatron-LM divides their sum by N_d at once.) A mean over the wrong group raises no error.
 # >   <!-- claim: [len(config.Mesh(dp=64, ep=8).group(43, axis)) for axis in ("edp", "dp")] == [8, 64] -->
 # > - Experts grow unevenly busy where words are unevenly frequent and nothing in the loss asks for balance: here the busiest has 2.4 times the mean, 1.5 with equally frequent words, 1.3 with a balance loss of α = 0.1.
 # >   <!-- claim: claims.busiest_experts() == (2.4, 1.5, 1.3) -->
