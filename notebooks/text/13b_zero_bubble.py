@@ -345,7 +345,9 @@ def idle_share(plan):
 plots.curves(
     list(limits),
     searched=[idle_share(schedule.zb_auto(8, 24, limit)) for limit in limits],
-    measured={name: ([each.peak(0)], [idle_share(each)]) for name, each in named.items()},
+    measured={
+        name: ([each.peak(0)], [idle_share(each)]) for name, each in named.items()
+    },
     xlabel="limit on micro-batches that a rank holds",
     ylabel="bubble fraction, no barrier (%)",
     title="Each micro-batch more buys a piece of the bubble, until none is left",
