@@ -77,11 +77,11 @@ def test_what_is_exposed_is_told():
 
 def test_ranks_that_wait_for_a_busy_one_are_not_called_unexposed():
     """Where some rank always computes nothing is exposed, and yet the others may be idle."""
-    both = Timeline((Span(0, "forward", "0", 0, 4), Span(1, "forward", "1", 2, 4)))
+    both = Timeline((Span(0, "forward", "0", 0.0, 4.0), Span(1, "forward", "1", 2.0, 4.0)))
     one = Timeline(both.spans[:1])
     alt = plots.overlap(title="t", both=both, one=one).alt
-    assert "both: 4.00 s per step ranks idle 25%" in alt
-    assert "one: 4.00 s per step nothing exposed" in alt
+    assert "both: 4 s per step ranks idle 25%" in alt
+    assert "one: 4 s per step nothing exposed" in alt
 
 
 def test_a_step_as_long_as_another_is_not_called_shorter():
