@@ -832,10 +832,10 @@ def test_a_rank_that_never_arrives_ends_in_a_time_out(engine):
     text = str(error)
     assert text.startswith("ranks 0, 1, 3 waited 0.4 s in all_reduce for rank 2:\n")
     for i in (0, 1, 3):
-        assert (
-            f"  rank {i} waits in all_reduce(float32[8], op=sum) on axis 'dp' at {line_of('# the others wait')}"
-            in text
-        )
+        assert f"  rank {i} waits in all_reduce(float32[8], op=sum) on axis 'dp'\n" in text
+    assert text.endswith(
+        f"\n  ranks 0, 1, 3 wait at {line_of('# the others wait')}, in program"
+    )
     where = re.search(
         r"rank 2 has not arrived and is at tests/test_world.py, line (\d+), in program", text
     )
@@ -853,11 +853,23 @@ def test_a_ring_in_which_all_send_first_is_a_deadlock(four):
         rank.comm().recv(x, (rank.rank - 1) % 4)
 
     error = fails(four, program, DeadlockError)
-    for i in range(4):
-        assert (
-            f"  rank {i} waits in send(float32[4]) to rank {(i + 1) % 4} at {line_of('# all send')}, in program"
-            in str(error)
-        )
+    _, *ranks, place = str(error).splitlines()
+    assert ranks == [
+        f"  rank {i} waits in send(float32[4]) to rank {(i + 1) % 4}" for i in range(4)
+    ]
+    assert place == f"  ranks 0, 1, 2, 3 wait at {line_of('# all send')}, in program"
+
+
+def test_ranks_that_wait_at_different_places_each_name_theirs(four):
+    def program(rank):
+        if rank.rank % 2:
+            rank.comm().recv(torch.ones(4), rank.rank - 1)  # the odd ones
+        rank.comm().recv(torch.ones(4), (rank.rank + 1) % 4)  # the even ones
+
+    _, *ranks = str(fails(four, program, DeadlockError)).splitlines()
+    assert len(ranks) == 4
+    for i, told in enumerate(ranks):
+        assert told.endswith(f" at {line_of('# the odd' if i % 2 else '# the even')}, in program")
 
 
 @pytest.mark.parametrize("waiting", [(1, 2, 3), (3,)], ids=["all others", "one"])

@@ -477,7 +477,7 @@ for found in [every.fastest, *every.best(3)]:
     print(f"{found.seconds:.1f} s {found.peak / 1e9:.1f} GB  {text_of(found.plan)}")
 
 # %% [markdown]
-# First the fastest, then three of the ties: most free memory first (in full tenths), then the simplest. (Within 7 %, the worst error above, are 44.) Why not another plan?
+# The first line is the fastest plan. The others are ties: more free memory first, in full tenths, then simpler plans. (44 plans are within 7 %, the worst error above.) Why not another plan?
 #   <!-- claim: (lambda e: int((e.fits & (e.seconds <= 1.07 * e.fastest.seconds)).sum()))(planner.search(claims.llama_on_64_h100())) == 44 -->
 
 
@@ -750,13 +750,13 @@ print(export("megatron", llama, fastest[0].plan))
 #
 # ### True under a condition
 #
-# **"Empiric rule: model_size*18 < 75% of gpu (to take in account additional activation memory)"**; if so, "then you don't need any model parallelism" (2021). True of short sequences: by this rule Qwen2-0.5B has 8.9 GB, but it takes 177 with 131,072 tokens. Llama-3.1-8B has 145 GB, but takes 60 on each of eight GPUs with ZeRO-3. <!-- erratum: PL-09 -->
+# **"Empiric rule: model_size*18 < 75% of gpu (to take in account additional activation memory)"**; if so, "then you don't need any model parallelism" (2021). True of short sequences. For Qwen2-0.5B the rule says 8.9 GB. With 131,072 tokens it takes 177 GB. For Llama-3.1-8B the rule says 145 GB. With ZeRO-3 it takes 60 GB on each of eight GPUs. <!-- erratum: PL-09 -->
 #   <!-- claim: [round(planner.estimate(planner.Job(model=__import__("dataclasses").replace(config.ModelConfig.named(name), seq_len=s), cluster=planner.Cluster(device=config.Hardware.named("A100"), nodes=1), batch_tokens=64 * s), planner.Plan(dp=8, micro_batches=8, zero=z)).peak / 1e9) for name, s, z in (("qwen2-0.5b", 131072, 0), ("llama-3.1-8b", 8192, 3))] == [177, 60] -->
 #
-# **(10 + 24 / tp) · s · b · h for a layer's activations** (Megatron-LM's estimate before a run). True of GPT-3's layer with tp alone. With sequence parallelism it is three times what a rank of tp = 8 keeps. It knows no cp, either: with cp = 8 and 131,072 tokens it expects 408 GiB in layers, where a rank held 148 GiB of everything. <!-- erratum: PL-10 -->
+# **(10 + 24 / tp) · s · b · h for a layer's activations** (Megatron-LM's estimate before a run). True of GPT-3's layer with tp alone. With sequence parallelism a rank of tp = 8 keeps a third of it. The estimate knows no cp, either. With cp = 8 and 131,072 tokens it expects 408 GiB in layers. A rank held 148 GiB in all. <!-- erratum: PL-10 -->
 #   <!-- claim: (lambda r: [round(34 * r.model.seq_len * r.model.d_model * r.model.num_layers / 2**30), round(r.peaks[0])])(next(r for r in planner.measured() if r.plan.cp == 8 and r.model.seq_len == 131072)) == [408, 148] -->
 #
-# **"Parameter count on the most-loaded GPU shard"** (Megatron-Bridge, until July 2026). True of stages that are alike. It was the mean, which has 9 % fewer of DeepSeek-V3's layers with experts than the fullest of 16 stages. <!-- erratum: PL-11 -->
+# **"Parameter count on the most-loaded GPU shard"** (Megatron-Bridge, until July 2026). True of stages that are alike. But the count was the mean. With DeepSeek-V3 in 16 stages the mean has 9 % fewer layers with experts than the fullest. <!-- erratum: PL-11 -->
 #   <!-- claim: planner.stages.rank_layers(config.ModelConfig.named("deepseek-v3"), 16, 1, False)[..., 1].max() == 4 and round(100 * (1 - 58 / 16 / 4)) == 9 -->
 #
 # **6N FLOPs for each token** (Transformer Math 101: C = 6PD). True of short sequences: it counts 94 % of Llama-3.1-70B's FLOPs with 8,192 tokens, 45 % with 131,072. <!-- erratum: PL-01 -->
