@@ -745,9 +745,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("planner/work", "test_planner_work"): [
         ("moved = 16 * visits * h", "moved = 8 * visits * h"),
         ("routed = 2 * 2 * visits * h", "routed = 2 * visits * h"),
-        ("ring = 3 * pairs * layers", "ring = 2 * pairs * layers"),
+        ("pairs * (2 + (stack == ", "pairs * (1 + (stack == "),
         ("share, gathers = (p.replicas - 1) / p.replicas,", "share, gathers = (p.dp - 1) / p.dp,"),
-        ("(expert, p.replicas * p.tp / p.ep)", "(expert, p.replicas / p.ep)"),
+        ("(expert, p.replicas * p.tp / p.ep, far)", "(expert, p.replicas / p.ep, far)"),
     ],
     ("planner/rates", "test_planner_work"): [
         ('apart[0] -= 2 * passes["weights"]', 'apart[0] -= passes["weights"]'),
@@ -758,11 +758,14 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("twice = (m - 1 > ahead) & (other == 0)", "twice = other == 0"),
         ("late = spent.behind - ahead * spent.forward, spent.behind - ahead * spent.backward", "late = spent.behind, spent.behind"),
         ("within if stack == ", "1 if stack == "),
+        ("around[0] + around[1]", "around[0]"),
+        ("seconds[i] += work.most(", "seconds[i] += 0 * work.most("),
     ],
     ("planner/cluster", "test_planner_work"): [
         ("least(inner, G) / G)", "1 / G)"),
         ("return where(inner * n > G, slow, 1.0)", "return where(inner * n >= G, slow, 1.0)"),
         ("near = least(most(G // inner, 1), n)", "near = least(G, n)"),
+        ("ring(p.ep, p.replicas * p.tp / p.ep)", "ring(p.tp, p.replicas * p.tp / p.ep)"),
         ('"dp": ring(p.tp, p.replicas)', '"dp": ring(p.tp * p.cp, p.replicas)'),
     ],
     ("planner/export", "test_planner_command"): [
