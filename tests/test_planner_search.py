@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from labutils import pipeline, planner, predict, schedule, units
+from labutils import pipeline, planner, predict, schedule, step, units
 from labutils.config import Hardware, Link, ModelConfig
-from labutils.planner import plans, rates, stages, work
+from labutils.planner import plans, proof, rates, stages, work
 
 H100 = Hardware.named("H100")
 SMALL = ModelConfig(
@@ -55,6 +55,23 @@ def test_the_winner_is_that_of_brute_force(model, stack):
     fit = [e for plan in every if (e := planner.estimate(asked, plan)).fits]
     assert found.fastest.seconds == pytest.approx(min(e.seconds for e in fit), rel=1e-12)
     assert len(fit) == found.fits.sum()
+
+
+@pytest.mark.parametrize("model", [SMALL, replace(SMALL, tied=True), replace(MIXTURE, tied=True)])
+def test_the_courses_own_step_takes_every_plan_that_is_found_for_it(model):
+    found = planner.search(job(model, stack="course"))
+    tied = (found.plans.zero == 3) & (found.plans.pp > 1)
+    assert tied.any() != model.tied
+    for i in np.random.default_rng(2).choice(len(found), 150, replace=False):
+        plan = found.plans[int(i)]
+        step.check_plan(model, plan.train(model), plan.mesh)
+    # What it holds is what is predicted of its fullest rank.
+    best = next(e for e in found.best(100) if e.plan.zero == 1 and e.plan.pp > 1)
+    asked = model, best.plan.train(model), best.plan.mesh, proof.rank_of(best.plan, best.fullest)
+    if model.num_experts == 1:  # but for RoPE's tables and Adam's counters
+        lines = [*predict.states(*asked), *predict.activations(*asked)]
+        held = sum(line.amount for line in lines if line.name not in ("buffers", "step"))
+        assert best.peak == held
 
 
 @pytest.mark.parametrize("batch", [1, 3, 6, 12])
