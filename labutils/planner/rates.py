@@ -161,9 +161,9 @@ class CriticalPath:
         """Seconds of a ring that its attention does not hide, and of all other messages that stick
         out of all computing."""
         _, ring, _, chunks, shards = rates.seconds[4] * self.beside[4:]  # in the order of `LINKS`
-        attention = rates.seconds[1] * (self.busy[1] + self.again[1] + self.bubble[1])
+        core = rates.overlap * rates.seconds[1] * (self.busy + self.again + self.bubble)[1]
         computing = rates.overlap * rates.of_work(self.busy + self.again)
-        return work.most(ring - rates.overlap * attention, 0.0), work.most(chunks + shards - computing, 0.0)
+        return work.most(ring - core, 0.0), work.most(chunks + shards - computing, 0.0)
 
     def parts(self, rates: Rates) -> dict[str, Numbers]:
         """The same seconds: computing, what is sent and waited for on each axis, and the rest."""

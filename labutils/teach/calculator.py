@@ -300,7 +300,8 @@ def _bars(model: ModelConfig, mesh: Mesh, recomputation: str, micro_batches: int
     chip = '<span class="lu-key"><span class="lu-chip lu-{0}"></span>{0}</span>&emsp;'
     keys = "".join(map(chip.format, COMPONENTS))
     what = "" if model.num_experts == 1 else " Activations depend on the routing: not drawn."
-    said = f"Rank 0 of {mesh.size:,}{', 1F1B' * (mesh.pp > 1)}; the dashed line is an H100's memory.{what}"
+    of = f"Rank 0 of {mesh.size:,}" + ", 1F1B" * (mesh.pp > 1)
+    said = f"{of}; the dashed line is an H100's memory.{what}"
     shown = f"{''.join(dict.fromkeys(rows))}<p>{keys}<br>{said}</p>"
     return f'<div class="lu-calculator"><style>{_STYLE}</style>{shown}</div>'
 
