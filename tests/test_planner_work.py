@@ -60,9 +60,9 @@ def test_a_ring_by_hand():
     assert not any("cp" in row for row in rows)
     pairs = 3 * 2 * (T * g * d / t) * 2  # keys and values, to three others, in bf16
     for again, stack, back in ((0, "megatron", 2), (0, "course", 3), (1, "megatron", 3), (2, "course", 4)):
-        sent = work.ring(MODEL, replace(plan, recompute=np.array([again])), stack)
+        sent = work.sent_around(MODEL, replace(plan, recompute=np.array([again])), stack)
         assert [n.item() for n in sent] == [pairs, back * pairs]
-    assert not any(work.ring(MODEL, planner.Plan(cp=4)))  # Ulysses
+    assert not any(work.sent_around(MODEL, planner.Plan(cp=4)))  # Ulysses
     assert named(work.sent_beside(MODEL, plan, 1000, 0)) == {"dp": (4 + 2 * 2) * 1000 * 11 / 12}
     two = named(work.sent_beside(MODEL, replace(plan, zero=np.array([2]), cp=np.array([1])), 9, 0))
     assert two == {"dp": 4 * 9 * 2 / 3}

@@ -203,21 +203,14 @@ def critical_path(
     cp = 4, 12 % with cp = 8. Chunks of unequal length wait for each other besides, 1 % in the mean.
     """
     at = at or stages.places(model, p)
-    slow, far = work.zeros(p.tp) + 1, 1
-    if cluster is not None:
-        times = cluster.slowness(p, work.ulysses(model, p))
-        far = times.pop("edp") / times["dp"]
-        for axis, longer in times.items():
-            slow[WORK.index(axis)] = longer
+    slow, far = _slowness(model, p, cluster)
     passes, hidden = _passes(model, p, slow, stack), 1 * ((p.chunks > 1) & p.modern)
     seconds = [None if row is None else rates.of_work(row) for row in passes["kinds"]]
-    forward, backward = (slow[WORK.index("cp")] * sent for sent in work.ring(model, p, stack))
-    ring = [forward + backward] * 2 + [forward] * 2 + [0] * 4
-    if work.some(forward > 0):
-        for i, row in enumerate(passes["kinds"][:4]):
+    if work.some(passes["ring"][0] > 0):
+        for i, (row, sent) in enumerate(zip(passes["kinds"][:4], passes["ring"], strict=False)):
             if row is not None:
                 hides = rates.overlap * rates.seconds[1] * row[1]
-                seconds[i] += work.most(rates.seconds[WORK.index("cp")] * ring[i] - hides, 0.0)
+                seconds[i] += work.most(rates.seconds[WORK.index("cp")] * sent - hides, 0.0)
     path, waits = _through(p, at, _spent(p, at, hidden, seconds))
     slowest = path.argmax(axis=0)
     mine, (first, last, ahead) = at.of_rank(slowest), (_of_rank(rows, slowest) for rows in waits)
@@ -237,9 +230,22 @@ def critical_path(
     held = _of_rank(dense + far * expert, slowest)
     m = p.micro_batches
     beside = m * work.sent_beside(model, p, held, hidden * 2 * p.chunks) * slow
-    around = along(ring)
+    around = along(passes["ring"])
     beside[WORK.index("cp")] = m * around[0] + around[1]
     return CriticalPath(m * (own - extra), m * extra, apart, update, beside)
+
+
+def _slowness(model: ModelConfig, p: Plan, cluster: Cluster | None) -> tuple[np.ndarray, Numbers]:
+    """How many times longer a unit of each kind of work takes in a cluster [9, plans], and a byte
+    between replicas of experts than between others."""
+    slow = work.zeros(p.tp) + 1
+    if cluster is None:
+        return slow, 1
+    times = cluster.slowness(p, work.ulysses(model, p))
+    far = times.pop("edp") / times["dp"]
+    for axis, longer in times.items():
+        slow[WORK.index(axis)] = longer
+    return slow, far
 
 
 def _of_rank(rows: np.ndarray, which: Numbers) -> np.ndarray:
@@ -315,8 +321,9 @@ def _through(p: Plan, at: stages.Place, spent: _Spent) -> tuple[np.ndarray, tupl
 
 def _passes(model: ModelConfig, p: Plan, slow: np.ndarray, stack: str) -> dict:
     """Work by kind: of a layer without and one with experts, forward and backward, and forward; of
-    the embedding, the head, a message, and forward of the embedding. What is computed again of
-    a layer of both kinds; FLOPs of all gradients of weights. None: there are no such layers."""
+    the embedding, the head, a message, and forward of the embedding; and by these kinds the bytes
+    round a ring. What is computed again of a layer of both kinds; FLOPs of all gradients of
+    weights. None: there are no such layers."""
     known, split = work.shape(model), p.schedule == ZB_H1
     found: tuple[list, list, list] = [None, None], [None, None], [None, None]
     products, (a, g) = 0.0, (known.letters[letter] for letter in "ag")
@@ -338,7 +345,9 @@ def _passes(model: ModelConfig, p: Plan, slow: np.ndarray, stack: str) -> dict:
     start = [row * slow for row in work.embedding(model, p)]
     head, send = sum(work.head(model, p)) * slow, work.message(model, p) * slow
     kinds = [*found[0], *found[1], sum(start), head, send, start[0]]
-    return {"kinds": kinds, "again": found[2], "weights": products + head[0] / 3}
+    F, B = (sent * slow[WORK.index("cp")] for sent in work.sent_around(model, p, stack))
+    ring = [F + B, F + B, F, F, 0, 0, 0, 0]
+    return {"kinds": kinds, "ring": ring, "again": found[2], "weights": products + head[0] / 3}
 
 
 # ── the fit ───────────────────────────────────────────────────────────────────────────────────────

@@ -306,7 +306,7 @@ def layer(model: ModelConfig, p: Plan, experts: bool) -> tuple[np.ndarray, np.nd
 
     Fused attention is causal: half of the s² products, computed 2.5 times backward. Under tp
     activations are gathered and scattered four times forward and six times backward around two
-    halves; Ulysses sends queries, keys, values and outputs (a ring is in `ring`); experts
+    halves; Ulysses sends queries, keys, values and outputs (a ring is in `sent_around`); experts
     get and give back k copies of a token. Bytes of memory-bound work are those of fused norms,
     RoPE, SwiGLU and additions.
     """
@@ -409,13 +409,13 @@ def update(
 
 def sent_beside(model: ModelConfig, p: Plan, weights: Numbers, messages: Numbers) -> np.ndarray:
     """What is sent while a micro-batch is computed, of a rank with so many weights: by levels 2 and
-    3 of ZeRO, and so many `messages` between chunks. (A ring of attention is in `ring`.)"""
+    3 of ZeRO, and so many `messages` between chunks. A ring's bytes are in `sent_around`."""
     share, gathers = (p.replicas - 1) / p.replicas, 2 * BF16_BYTES * (p.zero == 3)
     sent = (p.gradient_bytes * (p.zero >= 2) + gathers) * weights * share
     return _row(p, dp=sent) + messages * message(model, p)
 
 
-def ring(model: ModelConfig, p: Plan, stack: str = "megatron") -> tuple[Numbers, Numbers]:
+def sent_around(model: ModelConfig, p: Plan, stack: str = "megatron") -> tuple[Numbers, Numbers]:
     """Bytes that a layer's attention sends round a ring for one micro-batch, forward and backward:
     keys and values, again where attention is computed again; then the sums of their gradients,
     which the course's code has in fp32."""

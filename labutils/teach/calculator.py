@@ -77,7 +77,7 @@ DEGREES = (  # fields of the page: name, label, start
     ("cp", "ranks of a sequence (cp)", 1), ("tp", "ranks of a layer (tp)", 1),
     ("m", "micro-batches of a rank", 16), ("chunks", "its chunks, if interleaved", 2),
 )  # fmt: skip
-SCHEDULES = {  # of which the page has a formula, and what each is for a TrainConfig
+PIPELINES = {  # of which the page has a formula, and what each is for a TrainConfig
     "1F1B": "one_f_one_b", "GPipe": "gpipe", "interleaved": "interleaved",
 }  # fmt: skip
 ONE = TrainConfig(micro_batch=1, global_batch=1)
@@ -99,7 +99,7 @@ class Calculator:
     micro-batch. With ZeRO, where `predict` runs a rank dry, the page takes each parameter for a
     bucket that the devices divide, as `memory.moments.by_formula` says. With pp, cp or tp it says
     what the first rank of a place on the pipeline holds between the operations of a step, under a
-    schedule of `SCHEDULES`: `predict.states` and `predict.activations`, which know the others.
+    schedule of `PIPELINES`: `predict.states` and `predict.activations`, which know the others.
 
     >>> Calculator("gpt2", mine=ModelConfig.named("llama-2-7b"))
     Memory calculator: gpt2, mine
@@ -230,7 +230,7 @@ class Calculator:
         device = "H100"
         shape = "".join(_field(letter, f"{letter}, {what}", "") for letter, what in SHAPE.items())
         axes = "".join(_field(name, label, start) for name, label, start in DEGREES)
-        axes += _choice("schedule", "schedule", SCHEDULES)
+        axes += _choice("schedule", "schedule", PIPELINES)
         axes += _choice("sequence", "sequence parallelism", ("no", "yes"))
         fields = [
             _choice("model", "model", dict.fromkeys(self.models), values=list(self.models)),

@@ -681,9 +681,9 @@ proof.dry(dense, proven, stage=0)
 # %%
 own = planner.search(replace(less[0], stack="course")).fastest
 few = proof.shorter(own.plan, 0)  # as many micro-batches as it holds, and two
-most = formulas.peak(dense, few.train(dense), few.mesh).total / 1e9
+peak = formulas.peak(dense, few.train(dense), few.mesh).total / 1e9
+print(f"{own.seconds:.1f} s, {own.peak / 1e9:.1f} GB, at its fullest {peak:.1f}")
 print(text_of(own.plan))
-print(f"{own.seconds:.1f} s, {own.peak / 1e9:.1f} GB, and {most:.1f} at the fullest moment")
 
 # %% [markdown]
 # **It fits with tp = 4 and cp = 2, where the plan before had 2 and 4.** Activations are as large, states a third smaller. The step takes 5 s longer, since tp sends more. (Under ZeRO-3 such a moment is larger: on `dp64` whole weights and gradients add 23 GB, which the search does not count.)

@@ -246,7 +246,7 @@ def drawn(pick):
     for name, label in labels.items():
         options |= calculator.CHOICES[name][label]
     options |= dict(attention="ring") if cp > 1 else {}
-    options |= dict(schedule=list(calculator.SCHEDULES.values())[schedule], chunks=chunks)
+    options |= dict(schedule=list(calculator.PIPELINES.values())[schedule], chunks=chunks)
     mesh = Mesh(pp=pp, dp=dp, cp=cp, tp=tp)
     rank = next(rank for rank in range(mesh.size) if mesh.coords(rank)["pp"] == stage)
     return fields | sizes | places, (model, TrainConfig(**options), mesh, rank)
