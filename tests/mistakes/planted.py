@@ -1050,6 +1050,13 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("if train.prefetch and 0 < ahead <= after", "if 0 < ahead <= after"),
         ("        if not train.reshard:", "        if False:"),
     ],
+    ("predict/played", "test_planner_search"): [
+        ('op not in ("ring", "all_to_all")', 'op != "ring"'),
+        ("(n - near) / own.bandwidth", "n / own.bandwidth"),
+    ],
+    ("planner/rates", "test_planner_search test_planner_work"): [
+        ("(self.busy + self.again + self.bubble)[1]", "(self.busy + self.again)[1]"),
+    ],
     ("predict/played", "test_predict"): [
         ("(2.5 if fused else 2) * core", "2 * core"),
         ("F + B - F_sends[axis]", "B"),
