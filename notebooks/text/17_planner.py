@@ -578,7 +578,7 @@ for degrees, allowed in (({}, climb.ALL), ({}, (0,)), ({"tp": 8}, (0,))):
 # %% [markdown]
 # ## What does the winner hang on?
 #
-# It hangs on a sixth number, which none of the 22 runs tells: the share of computing behind which messages hide. ZeRO-2 and 3 send while a rank computes, and so do chunks and rings of cp. The planner assumes 1. The winner reduces gradients in each of 512 backward passes.
+# It hangs on a sixth number, which none of the 22 runs tells: the share of computing behind which messages hide. ZeRO-2 and 3, chunks and rings of cp send while a rank computes. The planner assumes 1. The winner reduces gradients in each of 512 backward passes.
 #
 # > The winner's step takes 60.8 s. How many seconds does it take if nothing hides?
 
