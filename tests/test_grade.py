@@ -21,7 +21,7 @@ from labutils.teach.grade import answers, containment
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 EXPOSED = {"files", "network", "signals"} - grade.out_of_reach()
-# Elsewhere who lost its parent is not found, and how an answer that takes memory ends is the system's matter.
+# Elsewhere who lost its parent is not found; how an answer ends that takes memory or makes folders is the system's matter.
 if not containment.LINUX:
     EXPOSED |= {"orphans"}
 CHECK = 'check("accumulation/configure", fill)'
@@ -102,7 +102,7 @@ def test_a_hostile_submission_is_contained_and_the_reason_said(graded, name, cod
     if hostile.HARM.get(name) in EXPOSED:
         pytest.skip(f"here submitted code can reach: {', '.join(EXPOSED)}")
     row = graded[0][name]
-    if not containment.LINUX and "memory" in name:
+    if not containment.LINUX and ("memory" in name or "deep" in name):
         status = words = ""
     assert row["status"] == status or not status, row
     assert words in f"{row['said']} {row['remarks']}", row
