@@ -76,10 +76,10 @@ class Played(Timeline):
     """
 
     def __init__(
-        self, spans: tuple[Span, ...], when: Mapping[Task, tuple[float, float]] | None = None
+        self, spans: tuple[Span, ...], when: Mapping[Task, tuple[float, float]]
     ) -> None:
         super().__init__(spans)
-        self._when: Mapping[Any, tuple[float, float]] = when or {}
+        self._when: Mapping[Any, tuple[float, float]] = when
 
     def _lanes(self) -> Iterable[Sequence[Any]]:
         """What ran on each lane, in order."""

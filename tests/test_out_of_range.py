@@ -145,7 +145,7 @@ TABLE = {
         forward=(2.5, "0+"), output=(3, "0"), interior=(3, "0"), gradient=(3, "0"),
     ),
     "checkpointing.Costs": row(
-        named(checkpointing.Costs, [checkpointing.Stage()]), input=(3, "0"), input_gradient=(3, "0")
+        named(checkpointing.Costs, [checkpointing.Stage(1, 1, 0)]), input=(3, "0"), input_gradient=(3, "0")
     ),
     "checkpointing.plan": row(named(checkpointing.plan, CHAIN), budget=(100, "0")),
     "collectives.sent": row(
@@ -405,7 +405,7 @@ TIRED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: flash.traffic("flash-2", s=10**6, d=64), ValueError, "1000000 × 1000000 scores, 128 × 128 to a tile, are 61,042,969: at most"),
     (lambda: data_parallel.sampler(10**9, 0, 2), ValueError, "length is 1,000,000,000: at most 100,000,000 can be written down: draw from a shard"),
     (lambda: pipeline.cut(dataclasses.replace(MODEL, num_layers=10**9), 10**8), ValueError, "to cut 1000000000 layers are 90,000,000,200,000,000: at most"),
-    (lambda: checkpointing.Costs([3]), TypeError, "Costs, for each stage, takes a Stage, got 3"),
+    (lambda: checkpointing.Costs([3], 0), TypeError, "Costs, for each stage, takes a Stage, got 3"),
     (lambda: data_parallel.buckets(None), TypeError, "buckets takes an Iterable, got None"),
     (lambda: Timeline(None), TypeError, "Timeline takes a Sequence, got None"),
     (lambda: Timeline([None]), TypeError, "the list of a Timeline takes a Span, got None"),

@@ -38,7 +38,7 @@ class FlatParameter:
         sharded: bool,
         param_dtype: torch.dtype | None = None,
         shard_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None,
     ) -> None:
         data_parallel.check_alike(parameters, comm)
         self.comm = comm
