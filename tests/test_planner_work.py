@@ -121,7 +121,7 @@ def test_links_between_nodes_by_hand():
         (dict(dp=8, ep=8), {}),
         (dict(tp=2, dp=16, ep=8), dict(ep=4 * apart / 7, dp=apart / 4)),
     ):
-        found = cluster.slowness(planner.Plan(**axes).column())
+        found = cluster.slowness(planner.Plan(**axes).column(), whole_heads=True)
         usual = dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 1.0)
         usual["pp"] = apart if planner.Plan(**axes).gpus > 8 else 1.0  # from node to node
         assert {name: n.item() for name, n in found.items()} == pytest.approx(usual | slow), axes
