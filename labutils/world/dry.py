@@ -51,7 +51,7 @@ class Dry:
     (clip_grad_norm_), say which: it does not for fake ones.
     """
 
-    def __init__(self, mesh: Mesh, timeout: float, assume: Assume | None) -> None:
+    def __init__(self, mesh: Mesh, timeout: float, assume: Assume | None = None) -> None:
         if not isinstance(assume or {}, Mapping):
             example = "{bool: True, int: lambda x: x.numel() // 8}"
             raise TypeError(f"assume says what to answer for a type, as {example}: got {assume!r}")
