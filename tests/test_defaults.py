@@ -220,7 +220,14 @@ TABLE = {
         dict(heads=(1, 2), causal=(False, True), backward=(False, True)),
     ),
     flash.plain: (lambda **o: flash.plain(*HEADS, **o), dict(causal=(False, True))),
-    flash.attention: (lambda **o: flash.attention(*HEADS, **o), dict(causal=(False, True))),
+    flash.attention: (
+        lambda **o: flash.attention(*HEADS, **o),
+        dict(causal=(False, True), block_q=(None, 1), block_k=(None, 1)),
+    ),
+    flash.algorithms.problem_of: (
+        lambda **o: flash.algorithms.problem_of(*HEADS, False, None, **o).tiling,
+        dict(block_q=(None, 1), block_k=(None, 1)),
+    ),
     flash.traffic: (
         lambda **o: flash.traffic("flash-1", s=300, d=64, **o).total,
         dict(
