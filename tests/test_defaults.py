@@ -31,6 +31,7 @@ from labutils import (
     randomness,
     scaling,
     schedule,
+    step,
     tensor_parallel,
     trace,
     units,
@@ -58,6 +59,7 @@ AGAIN = dataclasses.replace(PLAN, recompute=2)
 LINK_OF_NOTHING = Link(0.0, 1e9)
 ORDER = schedule.one_f_one_b(2, 4)
 RATES = planner.Rates.of(H100)
+MANY = X.repeat(8, 1)  # two blocks of states
 TOKENS = torch.arange(32)[None] % 7
 EIGHT = quantization.to_eight(X, torch.float8_e4m3fn)
 PAST = torch.cat([X, 1e30 * X, 2e38 * X.sign()])  # and beyond the formats of 8 bits, and bf16
@@ -112,6 +114,14 @@ def piped(**options):
     def program(rank):
         own = pipeline.local(pipeline.split(GPT(MODEL), 2), ORDER, rank.comm("pp").rank)
         pipeline.run(own, ORDER, rank.comm("pp"), [(TOKENS, TOKENS)] * 4, **options)
+
+    return in_a_world(Mesh(pp=2), program)
+
+
+def stepping(**options):
+    def program(rank):
+        mine = step.build(MODEL, TRAIN, rank.mesh)(rank)
+        mine([(TOKENS, TOKENS)] * 8, **options)
 
     return in_a_world(Mesh(pp=2), program)
 
@@ -182,8 +192,8 @@ def stepped(make, steps=3):
     """A weight of 8192 elements after steps of an optimizer whose gradients change."""
     weight = nn.Parameter(X.repeat(4, 4))
     optimizer = make([weight])
-    for step in range(steps):
-        weight.grad = weight.detach() * 1e-8 * (1 + step)
+    for i in range(steps):
+        weight.grad = weight.detach() * 1e-8 * (1 + i)
         optimizer.step()
     return weight.detach()
 
@@ -193,8 +203,8 @@ def kept(**options):
     for p in layer.parameters():
         p.data.fill_(0.5)
     optimizer = quantization.KeptAdam(layer, quantization.RECIPES["FP8-LM"], **options)
-    for step in range(3):
-        (layer(X) * 1e-8 * (1 + step)).sum().backward()
+    for i in range(3):
+        (layer(X) * 1e-8 * (1 + i)).sum().backward()
         optimizer.step()
     return layer(X).detach()
 
@@ -203,12 +213,12 @@ def scales(**options):
     """The loss scale before and after an overflow, and after as many steps as let it grow."""
     scaler, weight = precision.LossScaler(**options), nn.Parameter(torch.ones(1))
     optimizer, seen = torch.optim.SGD([weight], lr=0.0), [scaler.scale(torch.ones(())).item()]
-    for step in range(2002):
-        weight.grad = torch.full_like(weight, math.inf if step == 0 else 1.0)
+    for i in range(2002):
+        weight.grad = torch.full_like(weight, math.inf if i == 0 else 1.0)
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        if step in (0, 1999, 2000):
+        if i in (0, 1999, 2000):
             seen.append(scaler.scale(torch.ones(())).item())
     return seen
 
@@ -453,8 +463,8 @@ TABLE = {
         dict(signed=(True, False), block=(2048, 256)),
     ),
     quantization.from_blocks: (
-        lambda **o: quantization.from_blocks(quantization.to_blocks(X.abs()), X.shape, **o),
-        dict(signed=(True, False)),
+        lambda **o: quantization.from_blocks(quantization.to_blocks(MANY), MANY.shape, **o),
+        dict(signed=(True, False), block=(2048, 1024)),
     ),
     quantization.Adam8: (
         lambda **o: stepped(functools.partial(quantization.Adam8, **o)),
@@ -656,6 +666,13 @@ TABLE = {
         ),
     ),
     pipeline.run: (piped, dict(messages=("matched", "paired"))),
+    "a step of a rank": (stepping, dict(messages=("matched", "paired"))),
+    pipeline.keep: (
+        lambda **o: [
+            block is None for block in pipeline.keep(GPT(MODEL), ORDER, 0, **o).blocks
+        ],
+        dict(layers=(None, (1, 3))),
+    ),
     rehearsal.program: (
         lambda **o: in_a_world(
             Mesh(pp=2), lambda rank: rehearsal.program(rank, MODEL, TRAIN, **o) and None
