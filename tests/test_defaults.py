@@ -126,6 +126,16 @@ def stepping(**options):
     return in_a_world(Mesh(pp=2), program)
 
 
+def split_layer(kind, whole, **options):
+    """What two ranks make of what they all have, or of its first tokens."""
+
+    def program(rank):
+        x = torch.arange(8)[None] if kind is tensor_parallel.VocabEmbedding else X[None, :, :4]
+        return kind.from_full(whole, rank.comm("tp"), **options)(x).detach()
+
+    return in_a_world(Mesh(tp=2), program)
+
+
 def received(how, **options):
     """What arrives where there was something already."""
 
@@ -648,6 +658,16 @@ TABLE = {
         ),
         dict(sequence=(False, True)),
     ),
+    **{
+        f"{kind.__name__}.from_full": (
+            functools.partial(split_layer, kind, whole), dict(sequence=(False, True))
+        )
+        for kind, whole in (
+            (tensor_parallel.ColumnLinear, nn.Linear(4, 8)),
+            (tensor_parallel.RowLinear, nn.Linear(8, 4)),
+            (tensor_parallel.VocabEmbedding, nn.Embedding(8, 4)),
+        )
+    },
     tensor_parallel.layers.copy_to: (copied, dict(name=("all_reduce backward", "mine"))),
     zero.shard: (
         lambda **o: whole_words(

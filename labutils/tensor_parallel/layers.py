@@ -136,7 +136,7 @@ class Split(nn.Module):
     products: of x and the weight, where they are not F.linear's but of fewer bits
     """
 
-    def __init__(self, whole: Any, comm: Comm, sequence: bool) -> None:
+    def __init__(self, whole: Any, comm: Comm, sequence: bool = False) -> None:
         super().__init__()
         self.comm = comm
         self.sequence = sequence
@@ -197,7 +197,7 @@ class ColumnLinear(Split):
     """
 
     def __init__(
-        self, whole: Any, comm: Comm, sequence: bool, heads: int | None = None
+        self, whole: Any, comm: Comm, sequence: bool = False, heads: int | None = None
     ) -> None:
         super().__init__(whole, comm, sequence)
         pieces, what = (heads, "heads") if heads else (whole.out_features, "outputs")
@@ -304,7 +304,7 @@ class VocabEmbedding(Split):
     Out comes [b, s, h], with `sequence` [b, s_t, h]. IndexError for a token that is no word.
     """
 
-    def __init__(self, whole: nn.Embedding, comm: Comm, sequence: bool) -> None:
+    def __init__(self, whole: nn.Embedding, comm: Comm, sequence: bool = False) -> None:
         super().__init__(whole, comm, sequence)
         self.weight = self.share(whole.weight, 0, whole.num_embeddings, "words", comm.size)
 
