@@ -270,7 +270,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("schedule/simulation", "test_schedule"): [
         ('lane = KINDS.index(span.kind) if self.schedule.fused else 0', 'lane = 0'),
-        ("return self.flushed + max(self.updates, default=0)", "return self.flushed"),
+        ("return self.flushed + max(self.updates)", "return self.flushed"),
         ("max((ends[-1] - starts[0] + o for", "max((ends[-1] - starts[0] for"),
         ("return self.makespan - self.updates[rank]", "return self.makespan"),
         ("back = 0 if schedule.split else 1", "back = 1"),
