@@ -71,6 +71,9 @@ def test_a_recipe_says_how_its_steps_come_about_and_whether_the_batch_is_what_wa
     said = {choice.what: choice.reason for choice in recipe.choices}
     assert said["accumulation steps"] == "1,024 / (2 · 128)"
     assert said["tokens in a batch"] == "what you asked for"
+    rows = zip(recipe.choices, str(recipe).splitlines(), strict=True)
+    begins = {len(row) - len(choice.reason) for choice, row in rows}
+    assert len(begins) == 1  # reasons stand below each other
     more = planner.configure(target=4_194_303, seq_len=4096, gpus=128, fits=fits)
     assert more.choices[0].reason.startswith("the closest to 4,194,303")
 
