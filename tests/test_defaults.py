@@ -40,7 +40,7 @@ from labutils import (
 from labutils.config import Adapters, Hardware, Link, Mesh, ModelConfig, TrainConfig
 from labutils.flash import fused
 from labutils.model import GPT, Rotary, check_words, cross_entropy
-from labutils.planner import plans, proof, rates, stages, work
+from labutils.planner import climb, plans, proof, rates, stages, work
 from labutils.predict import rehearsal
 from labutils.world import World
 
@@ -52,6 +52,9 @@ TRAIN = TrainConfig(**BATCH)
 FULL = TrainConfig(**BATCH, precision="fp32")
 H100, LINK = Hardware.named("H100"), Link(1e-6, 1e9)
 JOB = planner.Job(model=MODEL, cluster=planner.Cluster(device=H100, nodes=1), batch_tokens=1024)
+FULL_UP = planner.Job(  # it fits best where something is computed again
+    model=ModelConfig.named("llama-3.1-8b"), cluster=JOB.cluster, batch_tokens=2**22
+)
 PLAN = planner.Plan(tp=2, pp=2, dp=2, micro_batches=4)
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
 HEADS = torch.randn(3, 1, 4, 16, 8, generator=torch.Generator().manual_seed(1))
@@ -126,6 +129,14 @@ def stepping(**options):
     return in_a_world(Mesh(pp=2), program)
 
 
+def shared_attention(way, **options):
+    return in_a_world(Mesh(cp=2), lambda rank: way(*HEADS, rank.comm("cp"), **options))
+
+
+def ask(plan):
+    return planner.estimate(FULL_UP, plan)
+
+
 def split_layer(kind, whole, **options):
     """What two ranks make of what they all have, or of its first tokens."""
 
@@ -182,6 +193,13 @@ def reserved(**options):
     allocator.free(allocator.alloc(2**26))
     allocator.alloc(2**22)
     return allocator.reserved
+
+
+def blocks_of(**options):
+    """The rows that a function is given at once, in one pass over the inputs."""
+    seen = []
+    fused.one_pass(lambda x: (seen.append(len(x)), x)[1], MANY, **options)
+    return seen
 
 
 def run_under(region):
@@ -327,6 +345,7 @@ TABLE = {
         lambda **o: fused.passes(fused.softmax, 64, 64, **o).total,
         dict(itemsize=(4, 2), fused=(False, True)),
     ),
+    fused.one_pass: (blocks_of, dict(block=(None, 1))),
     fused.Roof.of: (lambda **o: fused.Roof.of(H100, **o), dict(dtype=("bf16", "fp32"))),
     floats.FloatFormat: (
         lambda **o: floats.FloatFormat("f", 4, 3, **o),
@@ -631,6 +650,12 @@ TABLE = {
         lambda **o: context_parallel.layout(8, 2, "zigzag").join([X[:4, :4], X[4:, 4:8]], **o),
         dict(dim=(1, 0)),
     ),
+    **{
+        f"attention by a {way.__name__}": (
+            functools.partial(shared_attention, way), dict(kind=("zigzag", "contiguous"))
+        )
+        for way in (context_parallel.ring_attention, context_parallel.ulysses_attention)
+    },
     context_parallel.mean_loss: (mean_losses, dict(kind=("zigzag", "contiguous"))),
     context_parallel.distribute: (
         lambda **o: whole_words(
@@ -783,6 +808,9 @@ TABLE = {
         ).makespan,
         dict(send=(0, 1)),
     ),
+    pipeline.messages.Action: (
+        functools.partial(pipeline.messages.Action, "run", None), dict(peer=(None, 1))
+    ),
     pipeline.actions: (
         lambda **o: pipeline.actions(ORDER, 0, **o), dict(messages=("matched", "paired"))
     ),
@@ -836,6 +864,10 @@ TABLE = {
     ),
     planner.which_runs: (
         lambda **o: len(planner.which_runs(planner.measured()[:6], H100, **o)), dict(n=(5, 4)),
+    ),
+    climb.climb: (
+        lambda **o: climb.climb(FULL_UP, ask, climb.start_of(FULL_UP), **o)[-1],
+        dict(recompute=(climb.ALL, (0,))),
     ),
     planner.MeasuredStep: (
         functools.partial(planner.MeasuredStep, MODEL, PLAN, 1.0),
