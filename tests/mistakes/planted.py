@@ -577,6 +577,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("return len(share) * ", "return "),
         ("visits.sort(stable=True)", "visits.sort(stable=True, descending=True)"),
     ],
+    ("expert_parallel/layer", "test_survivors"): [
+        ("torch.zeros(E, device=whole.router.weight.device)", "torch.zeros(E)"),
+    ],
     ("expert_parallel/layer", "test_expert_parallel"): [
         ('marked(parameter, shares=comm.size)', 'marked(parameter)'),
         ("% len(x)", "// len(routing.chosen[0])"),
@@ -657,6 +660,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("self.deadlock |= bool(self.waiting)", "self.deadlock |= len(self.waiting) > 1"),
     ],
     ("world/worker", "test_world"): [
+        ('known["_forkserver_address"]', 'known["_forkserver_path"]'),
         ("ignored.extend([unraised.exc_value] * isinstance(unraised.exc_value, WorldError))", "pass"),
     ],
     ("world/processes", "test_world"): [
@@ -827,6 +831,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('f"{batch:,} / ({largest} · {copies:,})"', 'f"{batch:,} / ({copies} · {copies:,})"'),
         ("if tokens == target:", "if tokens >= target:"),
         ("if size == 1 or fits(size)", "if size == 1"),
+        ("first = max(len(choice.what)", "first = min(len(choice.what)"),
     ],
     ("randomness", "test_randomness"): [
         ('stack.callback(setattr, self.numbers, "replaying", before)', 'pass'),
