@@ -33,6 +33,7 @@ from labutils import (
     schedule,
     step,
     tensor_parallel,
+    timeline,
     trace,
     units,
     zero,
@@ -776,6 +777,9 @@ TABLE = {
     zero.model_states: (
         lambda **o: zero.model_states(1000, 4, 0, **o),
         dict(K=(12, 8), gradient_bytes=(2, 4)),
+    ),
+    timeline.Span: (
+        functools.partial(timeline.Span, 0, "F", "F0", 0.0, 1.0), dict(elements=(None, (0, 1)))
     ),
     trace.Event: (
         functools.partial(trace.Event, "send"),
