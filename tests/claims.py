@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +22,7 @@ from labutils import (
     predict,
     quantization,
     scaling,
+    schedule,
     tensor_parallel,
     world,
 )
@@ -247,6 +249,19 @@ def tensor_parallel_exposed(beside: int | None = None) -> tuple[int, ...]:
             waits, works = waits + 2 * (3 - beside) * message + beside * late, 3 * works
         found.append(round(100 * waits / (waits + works)))
     return tuple(found)
+
+
+def zero_bubble(row: str) -> tuple[list[float], bool]:
+    """Bubbles of 1F1B and ZB-H1 for a case of Qi et al., Table 5, if F, B and W take equally long;
+    and whether what they measured is more than that, and falls from 1F1B to what was searched."""
+    case, paper = rigs.pipeline.published_bubbles(row)
+    p, m = (int(re.search(rf"\b{letter}=(\d+)", case)[1]) for letter in "pm")
+    makers = schedule.one_f_one_b, schedule.zb_h1, schedule.zb_h2
+    equal = [schedule.simulate(make(p, m)).period_bubble_fraction for make in makers]
+    measured = [paper[name] for name in ("1F1B", "ZB-H1", "ZB-H2")]
+    falls = all(a > b for a, b in zip(measured, [*measured[1:], paper["ZB-2p"]], strict=True))
+    more = all(a > b for a, b in zip(measured, equal, strict=True)) and equal[2] == 0
+    return [round(each, 4) for each in equal[:2]], falls and more
 
 
 def sent_by_a_layer(sequence: bool, ranks: int = 4) -> dict[str, int]:

@@ -100,4 +100,4 @@ CODE = [
 HARM = dict.fromkeys(("kills its parent", "kills everybody", "kills one by one"), "signals")
 HARM |= dict.fromkeys(
     (name for name, code, *_ in CODE if "{outside!r}" in code or "{other!r}" in code), "files"
-) | {"calls home": "network"}
+) | {"calls home": "network", "leaves a process": "orphans"}

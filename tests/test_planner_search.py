@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from labutils import pipeline, planner, predict, schedule, units
+from labutils import pipeline, planner, predict, schedule, step, units
 from labutils.config import Hardware, Link, ModelConfig
-from labutils.planner import plans, rates, stages, work
+from labutils.planner import plans, proof, rates, stages, work
 
 H100 = Hardware.named("H100")
 SMALL = ModelConfig(
@@ -55,6 +55,23 @@ def test_the_winner_is_that_of_brute_force(model, stack):
     fit = [e for plan in every if (e := planner.estimate(asked, plan)).fits]
     assert found.fastest.seconds == pytest.approx(min(e.seconds for e in fit), rel=1e-12)
     assert len(fit) == found.fits.sum()
+
+
+@pytest.mark.parametrize("model", [SMALL, replace(SMALL, tied=True), replace(MIXTURE, tied=True)])
+def test_the_courses_own_step_takes_every_plan_that_is_found_for_it(model):
+    found = planner.search(job(model, stack="course"))
+    tied = (found.plans.zero == 3) & (found.plans.pp > 1)
+    assert tied.any() != model.tied
+    for i in np.random.default_rng(2).choice(len(found), 150, replace=False):
+        plan = found.plans[int(i)]
+        step.check_plan(model, plan.train(model), plan.mesh)
+    # What it holds is what is predicted of its fullest rank.
+    best = next(e for e in found.best(100) if e.plan.zero == 1 and e.plan.pp > 1)
+    asked = model, best.plan.train(model), best.plan.mesh, proof.rank_of(best.plan, best.fullest)
+    if model.num_experts == 1:  # but for RoPE's tables and Adam's counters
+        lines = [*predict.states(*asked), *predict.activations(*asked)]
+        held = sum(line.amount for line in lines if line.name not in ("buffers", "step"))
+        assert best.peak == held
 
 
 @pytest.mark.parametrize("batch", [1, 3, 6, 12])
@@ -200,15 +217,18 @@ def test_what_is_in_flight_is_what_schedules_hold():
                 assert mine == {row for row in seen if sum(row) == most}
 
 
-def on_the_clock(model, plan, bandwidth):
-    """Seconds by the planner's formula and by `predict.time`; norms and kernels aside."""
-    wire = Link(0.0, bandwidth)
-    device = replace(H100, node=10**6, inside=wire, network=wire)
+def on_the_clock(model, plan, bandwidth=0, device=H100):
+    """Seconds by the planner's formula and by `predict.time`; norms and kernels aside. With a
+    bandwidth all links are alike, without one they are the cluster's."""
+    cluster = planner.Cluster(device=device, nodes=8)
+    if bandwidth:
+        wire = Link(0.0, bandwidth)
+        device, cluster = replace(device, node=10**6, inside=wire, network=wire), None
     silent = planner.Rates(
         products=device.rate("products"), attention=device.rate("attention"), memory=1e30,
-        link=bandwidth, kernel=1e-30,
+        link=bandwidth or device.inside.bandwidth, kernel=1e-30, overlap=0,
     )  # fmt: skip
-    path = rates.critical_path(model, plan, silent, stack="course")
+    path = rates.critical_path(model, plan, silent, cluster, stack="course")
     step = predict.time(model, plan.train(model), plan.mesh, device=device)
     return float(path.total(silent)), step.makespan
 
@@ -227,7 +247,7 @@ def test_the_formula_of_a_pipeline_is_the_step_on_the_clock(L, pp, bandwidth):
 @pytest.mark.parametrize("again", [0, 1, 2])
 @pytest.mark.parametrize("axes", [
     dict(dp=4), dict(dp=4, zero=0), dict(cp=2), dict(dp=2, cp=2, pp=4), dict(tp=2),
-    dict(tp=4, pp=3), dict(cp=2, tp=2, pp=2),
+    dict(tp=4, pp=3), dict(cp=2, tp=2, pp=2), dict(cp=8, pp=3), dict(cp=4, tp=2, dp=2, pp=3),
 ], ids=str)  # fmt: skip
 def test_the_formula_of_a_mesh_is_the_step_on_the_clock(axes, again):
     plan = planner.Plan(micro_batches=4, recompute=again, **axes)
@@ -236,6 +256,40 @@ def test_the_formula_of_a_mesh_is_the_step_on_the_clock(axes, again):
     # norms.
     most = 5e-4 if plan.tp > 1 else 1e-9
     assert formula == pytest.approx(clock, rel=most) and formula <= clock * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("most, meshes", [
+    (0.01, [(1, 1, 1, 8), (1, 1, 4, 8), (1, 1, 8, 64), (1, 1, 16, 4)]),
+    (0.06, [(1, 8, 1, 8), (1, 4, 2, 8), (1, 8, 8, 8)]),
+    (0.09, [(1, 16, 1, 8), (1, 16, 4, 8)]),  # a ring
+    (0.016, [(2, 1, 4, 8), (4, 1, 1, 8), (8, 1, 1, 8), (8, 1, 8, 64)]),
+    (0.065, [(2, 4, 8, 8), (4, 2, 1, 8), (4, 4, 4, 64), (8, 2, 2, 8), (8, 4, 2, 64)]),
+    (0.125, [(8, 8, 1, 64)]),
+], ids=["pp", "Ulysses", "ring", "tp", "tp and cp", "tp and cp, 1,024 tokens"])  # fmt: skip
+def test_latency_is_all_that_the_formula_leaves_out(most, meshes):
+    """Llama-3.1-70B on 64 H100: what the formula is below the clock, and without latencies."""
+    model, off = replace(ModelConfig.named("llama-3.1-70b"), seq_len=8192), []
+    links = {name: replace(getattr(H100, name), latency=0.0) for name in ("inside", "network")}
+    for tp, cp, pp, m in meshes:
+        plan = planner.Plan(tp=tp, cp=cp, pp=pp, dp=64 // (tp * cp * pp), micro_batches=m)
+        formula, clock = on_the_clock(model, plan)
+        off.append(1 - formula / clock)
+        formula, clock = on_the_clock(model, plan, device=replace(H100, **links))
+        assert formula == pytest.approx(clock, rel=1e-4), plan
+    assert 0.7 * most < max(off) < most and min(off) > 0
+
+
+def test_what_is_exchanged_between_nodes_takes_the_senders_link():
+    """Ulysses and experts over nodes, which a cluster and the clock count alike."""
+    links = {name: replace(getattr(H100, name), latency=0.0) for name in ("inside", "network")}
+    wide = replace(SMALL, num_heads=16, num_kv_heads=16)
+    for model, axes in (
+        (wide, dict(cp=16, dp=2)), (wide, dict(cp=8, tp=2)), (MIXTURE, dict(dp=64, ep=8)),
+        (replace(MIXTURE, num_experts=32), dict(dp=32, ep=32)), (wide, dict(cp=8, tp=2, pp=2)),
+    ):  # fmt: skip
+        plan = planner.Plan(micro_batches=4, **axes)
+        formula, clock = on_the_clock(model, plan, device=replace(H100, **links))
+        assert formula == pytest.approx(clock, rel=5e-4), plan
 
 
 def test_unequal_chunks_wait_longer_than_the_formula_knows():

@@ -59,9 +59,12 @@ def test_a_ring_by_hand():
     assert [row["kernels"] for row in rows] == [12 + 3 * (4 + 6), 19 + 3 * (6 + 6)]
     assert not any("cp" in row for row in rows)
     pairs = 3 * 2 * (T * g * d / t) * 2  # keys and values, to three others, in bf16
-    beside = named(work.sent_beside(MODEL, plan, 1000, 5, 0))
-    assert beside == {"cp": 5 * 3 * pairs, "dp": (4 + 2 * 2) * 1000 * 11 / 12}
-    two = named(work.sent_beside(MODEL, replace(plan, zero=np.array([2]), cp=np.array([1])), 9, 5, 0))
+    for again, stack, back in ((0, "megatron", 2), (0, "course", 3), (1, "megatron", 3), (2, "course", 4)):
+        sent = work.sent_around(MODEL, replace(plan, recompute=np.array([again])), stack)
+        assert [n.item() for n in sent] == [pairs, back * pairs]
+    assert not any(work.sent_around(MODEL, planner.Plan(cp=4)))  # Ulysses
+    assert named(work.sent_beside(MODEL, plan, 1000, 0)) == {"dp": (4 + 2 * 2) * 1000 * 11 / 12}
+    two = named(work.sent_beside(MODEL, replace(plan, zero=np.array([2]), cp=np.array([1])), 9, 0))
     assert two == {"dp": 4 * 9 * 2 / 3}
 
 
@@ -122,9 +125,12 @@ def test_links_between_nodes_by_hand():
         (dict(tp=2, dp=16, ep=8), dict(ep=4 * apart / 7, dp=apart / 4)),
     ):
         found = cluster.slowness(planner.Plan(**axes).column(), whole_heads=True)
+        # Those of experts are as far apart as ep has ranks, and each of these rings is on its own.
+        assert (found.pop("edp") > 1) == (planner.Plan(**axes).replicas * axes.get("tp", 1) > 8)
         usual = dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 1.0)
         usual["pp"] = apart if planner.Plan(**axes).gpus > 8 else 1.0  # from node to node
         assert {name: n.item() for name, n in found.items()} == pytest.approx(usual | slow), axes
+    assert cluster.slowness(planner.Plan(tp=2, dp=16, ep=4))["edp"] == apart / 2
     ring = cluster.slowness(planner.Plan(tp=4, cp=4, dp=2).column(), whole_heads=False)
     assert ring["cp"].item() == apart
 
@@ -156,8 +162,10 @@ def test_a_ring_shows_as_far_as_its_attention_does_not_hide_it():
         sent = path.beside[5].item() / link
         hidden = (path.busy[1] + path.again[1]).item() / slow.attention
         assert (sent > hidden) is shown and path.again[1] > 0
-        ring, others = path.exposed(slow)
-        assert ring.item() == pytest.approx(max(0, sent - hidden)) and others.item() == 0
+        for share in (1, 0.5, 0):  # of attention; what hides nothing is paid in full
+            ring, others = path.exposed(replace(slow, overlap=share))
+            assert ring.item() == pytest.approx(max(0, sent - share * hidden))
+            assert others.item() == 0
 
 
 def test_the_heaviest_update_may_be_another_rank_s_than_the_slowest():

@@ -13,7 +13,7 @@ def drawn(kind, n=4, **options):
 
 
 def test_every_cell_has_the_color_of_its_rank():
-    axes = drawn("zigzag").figure.axes[0]
+    axes = drawn("zigzag", shares=False, title="t").figure.axes[0]
     grid = context_parallel.layout(32, 4, "zigzag").grid()
     cells = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     halves = [patch for patch in axes.patches if isinstance(patch, Polygon)]
@@ -27,13 +27,19 @@ def test_every_cell_has_the_color_of_its_rank():
         )
 
 
-def test_shares_below_are_called_work_in_the_colors_of_ranks():
-    """And not columns of keys, above which they stand."""
-    texts = {text.get_text(): text for text in drawn("contiguous").figure.axes[0].texts}
-    assert "all its work" in texts
-    assert [to_rgba(texts[said].get_color()) for said in ("6%", "19%", "31%", "44%")] == [
-        to_rgba(color) for color in SERIES[:4]
-    ]
+def test_shares_below_are_pieces_of_one_bar_in_the_colors_of_ranks():
+    """And not columns of keys, under which they stand."""
+    axes = drawn("contiguous").figure.axes[0]
+    assert {"all the work", "6%", "19%", "31%", "44%"} <= {text.get_text() for text in axes.texts}
+    pieces = axes.patches[-4:]
+    assert [piece.get_facecolor() for piece in pieces] == [to_rgba(color) for color in SERIES[:4]]
+    whole = sum(piece.get_width() for piece in pieces)
+    assert [round(16 * piece.get_width() / whole, 9) for piece in pieces] == [1, 3, 5, 7]
+
+
+def test_a_share_that_is_thinner_than_its_number_has_none():
+    texts = [text.get_text() for text in drawn("contiguous", n=8).figure.axes[0].texts]
+    assert "2%" not in texts and "23%" in texts
 
 
 def test_the_finding_is_the_busiest_rank():

@@ -11,7 +11,7 @@ from pictures import PLANS, TIMELINES, ring, star, timeline, two_steps
 from labutils.teach import plots
 from labutils.teach.plots.style import NEUTRAL
 from labutils.teach.plots.timelines import LOOKS
-from labutils.timeline import Timeline
+from labutils.timeline import Span, Timeline
 
 
 def test_the_timeline_marks_the_fullest_moment():
@@ -73,6 +73,15 @@ def test_what_is_exposed_is_told():
         picture.figure.texts[0].get_text().replace("\n", " ")
         == "A step takes 25.0 ms instead of 30.0 ms: 5.00 ms of communication remain exposed, not 10.0 ms"
     )
+
+
+def test_ranks_that_wait_for_a_busy_one_are_not_called_unexposed():
+    """Where some rank always computes nothing is exposed, and yet the others may be idle."""
+    both = Timeline((Span(0, "forward", "0", 0.0, 4.0), Span(1, "forward", "1", 2.0, 4.0)))
+    one = Timeline(both.spans[:1])
+    alt = plots.overlap(title="t", both=both, one=one).alt
+    assert "both: 4 s per step ranks idle 25%" in alt
+    assert "one: 4 s per step nothing exposed" in alt
 
 
 def test_a_step_as_long_as_another_is_not_called_shorter():

@@ -21,6 +21,7 @@ import weakref
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from labutils import collectives, world
 from labutils.config import Mesh
 from labutils.world import DeadlockError, MismatchError, RankError, World, sockets, threads, worker
 from labutils.world.distributed import DistributedEndpoint
-from labutils.world.processes import _check_files, start_server
+from labutils.world.processes import _METHOD, _check_files, start_server
 from labutils.world.threads import Rendezvous
 
 ROOT = Path(__file__).parent.parent
@@ -75,17 +76,20 @@ def pids_of(world):
 
 def alive(pid):
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
 def gone(pids):
     """Whether all processes end before the test loses patience."""
     deadline = time.monotonic() + PATIENT / 2
-    for pid in pids:
-        if hasattr(os, "pidfd_open") and alive(pid):
+    if hasattr(os, "pidfd_open"):
+        for pid in filter(alive, pids):
             select.select([os.pidfd_open(pid)], [], [], deadline - time.monotonic())
+    else:
+        running = [each for each in psutil.process_iter() if each.pid in pids]
+        psutil.wait_procs(running, deadline - time.monotonic())
     return not any(map(alive, pids))
 
 
@@ -720,8 +724,14 @@ def test_an_error_does_not_wait_for_ranks_that_compute(four):
     assert fails(four, program, RankError).rank == 0
 
 
+@pytest.fixture
+def unhurried(monkeypatch):
+    """Ranks are ended because they do not end, and not because a machine is busy."""
+    monkeypatch.setattr(world.processes, "_PATIENCE", PATIENT)
+
+
 @pytest.mark.parametrize("segments", [0, 1, 2])
-def test_ranks_stay_warm_after_an_error_in_the_middle_of_a_message(segments):
+def test_ranks_stay_warm_after_an_error_in_the_middle_of_a_message(segments, unhurried):
     def program(rank):
         comm, n = rank.comm(), 10_000_000
         if rank.rank == 0:
@@ -784,7 +794,7 @@ def test_a_rank_that_exits_is_reported(processes):
     )
 
 
-def test_after_a_failure_process_groups_are_new():
+def test_after_a_failure_process_groups_are_new(unhurried):
     """They may have lost a rank in the middle of a call, and are of no more use."""
 
     def program(rank, group):
@@ -801,6 +811,7 @@ def test_after_a_failure_process_groups_are_new():
             assert gone(pids) if group else pids_of(two) == pids
 
 
+@pytest.mark.skipif(_METHOD != "forkserver", reason="there is no fork server here")
 def test_the_fork_server_is_in_no_torchrun_job(monkeypatch):
     seen = {}
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
@@ -821,10 +832,10 @@ def test_a_rank_that_never_arrives_ends_in_a_time_out(engine):
     text = str(error)
     assert text.startswith("ranks 0, 1, 3 waited 0.4 s in all_reduce for rank 2:\n")
     for i in (0, 1, 3):
-        assert (
-            f"  rank {i} waits in all_reduce(float32[8], op=sum) on axis 'dp' at {line_of('# the others wait')}"
-            in text
-        )
+        assert f"  rank {i} waits in all_reduce(float32[8], op=sum) on axis 'dp'\n" in text
+    assert text.endswith(
+        f"\n  ranks 0, 1, 3 wait at {line_of('# the others wait')}, in program"
+    )
     where = re.search(
         r"rank 2 has not arrived and is at tests/test_world.py, line (\d+), in program", text
     )
@@ -842,11 +853,23 @@ def test_a_ring_in_which_all_send_first_is_a_deadlock(four):
         rank.comm().recv(x, (rank.rank - 1) % 4)
 
     error = fails(four, program, DeadlockError)
-    for i in range(4):
-        assert (
-            f"  rank {i} waits in send(float32[4]) to rank {(i + 1) % 4} at {line_of('# all send')}, in program"
-            in str(error)
-        )
+    _, *ranks, place = str(error).splitlines()
+    assert ranks == [
+        f"  rank {i} waits in send(float32[4]) to rank {(i + 1) % 4}" for i in range(4)
+    ]
+    assert place == f"  ranks 0, 1, 2, 3 wait at {line_of('# all send')}, in program"
+
+
+def test_ranks_that_wait_at_different_places_each_name_theirs(four):
+    def program(rank):
+        if rank.rank % 2:
+            rank.comm().recv(torch.ones(4), rank.rank - 1)  # the odd ones
+        rank.comm().recv(torch.ones(4), (rank.rank + 1) % 4)  # the even ones
+
+    _, *ranks = str(fails(four, program, DeadlockError)).splitlines()
+    assert len(ranks) == 4
+    for i, told in enumerate(ranks):
+        assert told.endswith(f" at {line_of('# the odd' if i % 2 else '# the even')}, in program")
 
 
 @pytest.mark.parametrize("waiting", [(1, 2, 3), (3,)], ids=["all others", "one"])
@@ -1202,25 +1225,27 @@ def test_ranks_survive_what_befalls_kernel_and_fork_server_or_die_with_them(tmp_
             os.wait()
             assert two.run(lambda rank: rank.rank) == [0, 1] and pids_of(two) == pids
 
-            processes._START = 0.5
-            os.kill(server(), signal.SIGSTOP)
-            try:
-                World(2, engine="processes").run(lambda rank: None)
-            except RuntimeError as error:
-                print(error)
-            os.kill(server(), signal.SIGCONT)
-            processes._START = 60
-            assert two.run(lambda rank: rank.rank) == [0, 1] and pids_of(two) == pids
+            if processes._METHOD == "forkserver":
+                processes._START = 0.5
+                os.kill(server(), signal.SIGSTOP)
+                try:
+                    World(2, engine="processes").run(lambda rank: None)
+                except RuntimeError as error:
+                    print(error)
+                os.kill(server(), signal.SIGCONT)
+                processes._START = 60
+                assert two.run(lambda rank: rank.rank) == [0, 1] and pids_of(two) == pids
 
-            os.kill(server(), signal.SIGKILL)
-            try:
-                two.run(lambda rank: [rank.comm().barrier() for _ in range(10**6)])
-            except RuntimeError as error:
-                print(error)
+                os.kill(server(), signal.SIGKILL)
+                try:
+                    two.run(lambda rank: [rank.comm().barrier() for _ in range(10**6)])
+                except RuntimeError as error:
+                    print(error)
             assert two.run(lambda rank: rank.rank) == [0, 1]
             idle = World(2, engine="processes")
             idle.run(lambda rank: None)
-            print(*pids_of(two), *pids_of(idle), server(), flush=True)
+            servers = [server()] * (processes._METHOD == "forkserver")
+            print(*pids_of(two), *pids_of(idle), *servers, flush=True)
             print(*two._engine.folders, *idle._engine.folders, flush=True)
 
             def program(rank):
@@ -1235,9 +1260,10 @@ def test_ranks_survive_what_befalls_kernel_and_fork_server_or_die_with_them(tmp_
     )
     request.addfinalizer(process.kill)
     assert process.stdout.readline() == "once\n"
-    assert "fork server has not answered for 0.5 s" in process.stdout.readline()
-    died = r"rank \d of 2 died: its process ended in a way that its fork server, which is gone"
-    assert re.match(died, process.stdout.readline())
+    if _METHOD == "forkserver":
+        assert "fork server has not answered for 0.5 s" in process.stdout.readline()
+        died = r"rank \d of 2 died: its process ended in a way that its fork server, which is gone"
+        assert re.match(died, process.stdout.readline())
     pids = list(map(int, process.stdout.readline().split()))
     folders = process.stdout.readline().split()
     assert all(map(alive, pids)) and all(map(os.path.exists, folders))
@@ -1271,7 +1297,7 @@ def test_running_out_of_files_names_the_limit_and_the_remedy(tmp_path, monkeypat
     crowd = World(20, engine="processes")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = len(os.listdir("/proc/self/fd")) + 10
+    limit = len(os.listdir("/dev/fd")) + 10
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         with pytest.raises(

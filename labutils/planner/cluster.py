@@ -55,7 +55,7 @@ class Cluster:
         A collective's ring that leaves its node takes all the links that the node has for it; a
         message, also one of ring attention (where there are no `whole_heads` for Ulysses), takes
         its sender's. Of what is exchanged by all, the part that leaves counts. Neighbours are in
-        the order tp, cp, dp, pp.
+        the order tp, cp, dp, pp; "edp" are ranks that have an expert alike, each ep-th one.
         """
         apart = self.device.link_bandwidth / self.between
         inside, G = p.tp * p.cp, self.gpus_per_node
@@ -76,4 +76,5 @@ class Cluster:
             "ep": exchange(p.tp, p.ep),
             "pp": where(far, max(1.0, apart), 1.0),
             "dp": ring(p.tp, p.replicas),
+            "edp": ring(p.ep, p.replicas * p.tp / p.ep),
         }

@@ -306,7 +306,7 @@ def layer(model: ModelConfig, p: Plan, experts: bool) -> tuple[np.ndarray, np.nd
 
     Fused attention is causal: half of the s² products, computed 2.5 times backward. Under tp
     activations are gathered and scattered four times forward and six times backward around two
-    halves; Ulysses sends queries, keys, values and outputs (a ring is in `sent_beside`); experts
+    halves; Ulysses sends queries, keys, values and outputs (a ring is in `sent_around`); experts
     get and give back k copies of a token. Bytes of memory-bound work are those of fused norms,
     RoPE, SwiGLU and additions.
     """
@@ -386,36 +386,43 @@ def message(model: ModelConfig, p: Plan) -> np.ndarray:
     return _row(p, kernels=COLLECTIVE * apart, pp=sent)
 
 
-def update(model: ModelConfig, p: Plan, dense: Numbers, expert: Numbers) -> np.ndarray:
+def update(
+    model: ModelConfig, p: Plan, dense: Numbers, expert: Numbers, far: Numbers = 1
+) -> np.ndarray:
     """Work of a step that is no micro-batch's: gradients reduced, Adam, weights gathered. Levels 2
     and 3 of ZeRO reduce in every backward pass, and level 3 gathers before every pass: that is in
-    `sharded`.
+    `sent_beside`.
 
     dense, expert: weights of the rank outside of experts, and in them, which ranks of tp have alike
+    far: how many times longer a byte of experts takes, whose ranks lie further apart
     """
     memory, kernels, sent = 0.0, 0.0, 0.0
     back = where(p.zero == 0, p.gradient_bytes, BF16_BYTES * (p.zero < 3))
     each = p.gradient_bytes * (p.zero < 2) + back
-    sides = [(dense, p.replicas), (expert, p.replicas * p.tp / p.ep)]
-    for weights, ranks in sides[: 1 + (model.num_experts > 1)]:
+    sides = [(dense, p.replicas, 1), (expert, p.replicas * p.tp / p.ep, far)]
+    for weights, ranks, longer in sides[: 1 + (model.num_experts > 1)]:
         memory = memory + weights * (34 / where(p.zero > 0, ranks, 1) + 12)
         kernels = kernels + (weights > 0) * (10 + 2 * COLLECTIVE * (ranks > 1))
-        sent = sent + each * weights * (ranks - 1) / ranks
+        sent = sent + longer * each * weights * (ranks - 1) / ranks
     return _row(p, memory=memory, kernels=kernels, dp=sent)
 
 
-def sent_beside(
-    model: ModelConfig, p: Plan, weights: Numbers, layers: Numbers, messages: Numbers
-) -> np.ndarray:
-    """What is sent while a micro-batch is computed, of a rank with so many weights and layers: by
-    levels 2 and 3 of ZeRO, round the ring of attention (keys and values forward, with their
-    gradients backward), and so many `messages` between chunks."""
-    known = shape(model).letters
-    pairs = 2 * rank_tokens(model, p) * 2 * known["g"] * known["d"] / p.tp * (p.cp - 1)
-    ring = 3 * pairs * layers * (1 - ulysses(model, p))
+def sent_beside(model: ModelConfig, p: Plan, weights: Numbers, messages: Numbers) -> np.ndarray:
+    """What is sent while a micro-batch is computed, of a rank with so many weights: by levels 2 and
+    3 of ZeRO, and so many `messages` between chunks. A ring's bytes are in `sent_around`."""
     share, gathers = (p.replicas - 1) / p.replicas, 2 * BF16_BYTES * (p.zero == 3)
     sent = (p.gradient_bytes * (p.zero >= 2) + gathers) * weights * share
-    return _row(p, dp=sent, cp=ring) + messages * message(model, p)
+    return _row(p, dp=sent) + messages * message(model, p)
+
+
+def sent_around(model: ModelConfig, p: Plan, stack: str = "megatron") -> tuple[Numbers, Numbers]:
+    """Bytes that a layer's attention sends round a ring for one micro-batch, forward and backward:
+    keys and values, again where attention is computed again; then the sums of their gradients,
+    which the course's code has in fp32."""
+    known, T = shape(model).letters, rank_tokens(model, p)
+    pairs = BF16_BYTES * 2 * T * known["g"] * known["d"] / p.tp * (p.cp - 1)
+    pairs = pairs * (1 - ulysses(model, p))
+    return pairs, pairs * (2 + (stack == "course") + (p.recompute > 0))
 
 
 def weights(model: ModelConfig, p: Plan, plain: Numbers, sparse: Numbers) -> tuple:

@@ -109,7 +109,7 @@ def _seconds(here: Here, calls: Iterable[traffic.Call], device: Hardware) -> Sec
         ranks = here.mesh.ranks(here.rank, *call.axes)
         if (n := call.block or len(ranks)) == 1 or not call.times:
             continue
-        link, nbytes = device.ring(n, ranks[1] - ranks[0]), call.numel * call.width
+        link, nbytes = _link(device, call.op, n, ranks[1] - ranks[0]), call.numel * call.width
         if call.op == "ring":  # whose messages are whole
             each = (n - 1) * (link.latency + nbytes / link.bandwidth)
         else:
@@ -118,3 +118,16 @@ def _seconds(here: Here, calls: Iterable[traffic.Call], device: Hardware) -> Sec
         axis = "dp" if call.axes in (OTHERS, ("edp",)) else call.axes[0]
         found[axis] = found.get(axis, 0.0) + each * call.times
     return found
+
+
+def _link(device: Hardware, op: str, n: int, apart: int) -> Link:
+    """What carries what n ranks send that are so far apart: a collective's ring has its part of all
+    links that leave a node, a message its sender's own, and of what is exchanged by all the part
+    that leaves counts."""
+    if op not in ("ring", "all_to_all") or n * apart <= device.node:
+        return device.ring(n, apart)
+    own, near = device.ring(n, device.node), max(device.node // apart, 1)
+    if op == "ring":
+        return own
+    slowest = max((near - 1) / device.inside.bandwidth, (n - near) / own.bandwidth)
+    return Link(own.latency, (n - 1) / slowest)

@@ -89,8 +89,10 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
   };
   const readMesh = ({ tied, dropout, rope }, { L, a, g, f, v, s, N }) => {
     const [pp, cp, tp, m] = [["pp", "pipeline stages"], ["cp", "ranks of a sequence"], ["tp", "ranks of a layer"], ["m", "number of micro-batches"]].map(([name, what]) => whole(name, what, 1));
-    const [stage, sequence] = [whole("stage", "stage", 0), field("sequence").value === "1"];
-    const mesh = { pp, cp, tp, m, stage, sequence, more: pp * cp * tp > 1n };
+    const [stage, sequence] = [whole("stage", "rank of the pipeline", 0), field("sequence").value === "1"];
+    const schedule = pp > 1n ? field("schedule").selectedOptions[0].textContent : "1F1B";
+    const chunks = schedule === "interleaved" ? whole("chunks", "number of chunks", 1) : 1n;
+    const mesh = { pp, cp, tp, m, stage, sequence, schedule, chunks, more: pp * cp * tp > 1n };
     if (!mesh.more) return mesh;
     const [first, chosen] = ["precision", "checkpointing"].map((name) => field(name).selectedOptions[0].textContent);
     const refused = (name, wrong, message) => {
@@ -105,8 +107,10 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     if (cp > 1n && dropout) throw problem("cp", "Keys that travel have no mask for dropout: cp must be 1.");
     if (sequence && (tp === 1n || (s / cp) % tp)) throw problem("sequence", `Sequence parallelism shares the ${grouped(s / cp)} tokens of a rank out over tp: choose a tp above 1 that divides them.`);
     if (L > 10000n) throw problem("L", "At most 10,000 layers are dealt out to ranks.");
-    if (pp > L + 2n) throw problem("pp", `${L} layers fill at most ${L + 2n} stages, not ${pp}.`);
-    if (stage >= pp) throw problem("stage", `The stages are 0 to ${pp - 1n}: there is no stage ${stage}.`);
+    if (pp * chunks > L + 2n) throw problem("pp", `${L} layers fill at most ${L + 2n} stages, not ${pp * chunks}.`);
+    if (chunks > 64n) throw problem("chunks", `At most 64 chunks are dealt out to a rank.`);
+    refused("m", schedule === "interleaved" && m % pp, `Interleaved takes ${pp} micro-batches in turn, which do not divide ${grouped(m)}.`);
+    if (stage >= pp) throw problem("stage", `The ranks of the pipeline are 0 to ${pp - 1n}: there is no rank ${stage}.`);
     if (tied && pp > 1n && N * cp > 1n && field("zero").value === "3") throw problem("zero", "ZeRO 3 would cut a tied embedding differently in the first and the last stage: choose ZeRO 2.");
     return mesh;
   };
@@ -159,23 +163,42 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     }
     return found;
   };
-  // What the first rank of a stage holds between the operations of a step, under 1F1B: predict.states and predict.activations.
-  const hold = (data, { model, letters, zero, mesh: { pp, cp, tp, m, stage, sequence } }) => {
+  // Micro-batches in flight of each chunk of a rank, at the moments that can be its fullest: labutils.planner.stages.in_flight.
+  const inFlight = ({ pp, m, stage, schedule, chunks: v }) => {
+    const [few, after] = [(a, b) => (a < b ? a : b), pp - 1n - stage];
+    if (schedule !== "interleaved") return [[schedule === "GPipe" ? m : few(after + 1n, m)]];
+    const ahead = few(2n * after + (v - 1n) * pp + 1n, v * m);
+    // How many of the first n passes are of a chunk: in rounds of pp after one another.
+    const passed = (n, order) => {
+      const over = (n % (v * pp)) - order * pp;
+      return (n / (v * pp)) * pp + (over < 0n ? 0n : few(over, pp));
+    };
+    const moments = Number(few(v * pp, v * m - ahead)) + 1;
+    return Array.from({ length: moments }, (_, done) => Array.from({ length: Number(v) }, (_, c) => passed(BigInt(done) + ahead, BigInt(c)) - passed(BigInt(done), v - 1n - BigInt(c))));
+  };
+  // What the first rank of a place on the pipeline holds between the operations of a step: predict.states and predict.activations.
+  const hold = (data, { model, letters, zero, mesh }) => {
+    const { pp, cp, tp, stage, sequence, chunks } = mesh;
     const { weights, layer, head, kept } = data.inventories[model.kind];
     const [{ half, gradients }, moments] = [data.precisions[field("precision").value], data.optimizers[field("optimizer").value]];
-    const L = layersOf(stage, letters.L, pp, value(layer, letters), value(head, letters));
     const [first, last, n] = [stage === 0n, stage === pp - 1n, zero ? letters.N * cp : 1n];
-    const times = { first: first ? 1 : 0, layers: Number(L), last: last ? 1 : 0 };
-    const here = { ...letters, L, a: letters.a / tp, g: letters.g % tp ? 1n : letters.g / tp, f: letters.f / tp, v: letters.v / tp, c: letters.s / cp, t: letters.s / cp / (sequence ? tp : 1n), m: m < pp - stage ? m : pp - stage };
+    const parted = Array.from({ length: Number(chunks) }, (_, c) => ({
+      first: first && c === 0 ? 1 : 0,
+      layers: Number(layersOf(stage + BigInt(c) * pp, letters.L, pp * chunks, value(layer, letters), value(head, letters))),
+      last: last && c === Number(chunks) - 1 ? 1 : 0,
+    }));
+    const L = BigInt(parted.reduce((sum, { layers }) => sum + layers, 0));
+    const here = { ...letters, L, a: letters.a / tp, g: letters.g % tp ? 1n : letters.g / tp, f: letters.f / tp, v: letters.v / tp, c: letters.s / cp, t: letters.s / cp / (sequence ? tp : 1n) };
 
-    const units = {}; // numbers of each tensor; the ends that are tied are averaged apart
-    for (const place of Object.keys(times))
-      for (let i = 0; i < times[place]; i++)
-        for (const [, formula, tied] of weights.filter(([where]) => where === place)) {
-          if (tied && place === "last" && first) continue;
-          const unit = tied && pp > 1n ? "tied" : zero === 3 && place === "layers" ? i : "";
-          (units[unit] ??= []).push(value(formula, here));
-        }
+    const units = {}; // numbers of each tensor, by chunk; the ends that are tied are averaged apart
+    for (const [c, times] of parted.entries())
+      for (const place of Object.keys(times))
+        for (let i = 0; i < times[place]; i++)
+          for (const [, formula, tied] of weights.filter(([where]) => where === place)) {
+            if (tied && place === "last" && first) continue;
+            const unit = tied && pp > 1n ? "tied" : zero === 3 && place === "layers" ? `${c} ${i}` : `${c}`;
+            (units[unit] ??= []).push(value(formula, here));
+          }
     const stream = half ? 2n : 4n;
     const width = zero === 3 ? 4n : stream;
     const flats = Object.values(units).flatMap((unit) => (zero === 1 || zero === 2 ? buckets(unit, width, BigInt(data.bucket)) : [unit]));
@@ -201,19 +224,30 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     if (moments.length === 2) lines.push(["step", "optimizer", "4T"]);
     if (model.rope && L) lines.push(["buffers", "buffers", `${width}sd`]);
 
-    const parts = {}; // of each the formula, with m micro-batches in flight
-    const keep = (part, formula) => (parts[part] = part in parts ? `${parts[part]} + ${formula}` : formula);
-    const often = (formula, place) => formula.replace(/\d+/g, place === "layers" ? "$&mL" : "$&m");
+    const each = { first: [], layers: [], last: [] }; // what one of them keeps of a micro-batch
+    const keep = (place, part, formula) => each[place].push([part, formula]);
     const [again, casts] = [field("checkpointing").selectedOptions[0].textContent, zero === 3 && half];
     for (const [place, part, heads, formula] of kept[half ? 0 : 1][field("attention").value][field("checkpointing").value])
-      if (times[place] && !(heads && here.a === 1n)) keep(part, often(formula, place));
-    if (first && tp > 1n) keep("tokens", "9mbc"); // which words are others', and the places of one's own
-    if (first && cp > 1n && !model.rope) keep("positions", "8mc");
-    if (last) keep("outside", `${8n + (tp > 1n ? 4n : stream)}m`); // how many targets count
-    if (model.rope && L && casts && again !== "full") keep("attention.rotary", "4mLcd"); // halves of tables in fp32
-    if (model.rope && L && cp > 1n && !casts) keep("attention.rotary", `${stream}cd`); // the rows of a rank's tokens
+      if (!(heads && here.a === 1n)) keep(place, part, formula);
+    if (tp > 1n) keep("first", "tokens", "9bc"); // which words are others', and the places of one's own
+    if (cp > 1n && !model.rope) keep("first", "positions", "8c");
+    keep("last", "outside", `${8n + (tp > 1n ? 4n : stream)}`); // how many targets count
+    if (model.rope && casts && again !== "full") keep("layers", "attention.rotary", "4cd"); // halves of tables in fp32
+    const size = (place) => each[place].reduce((sum, [, formula]) => sum + value(formula, here), 0n);
+    const sizes = parted.map((times) => Object.keys(times).reduce((sum, place) => sum + BigInt(times[place]) * size(place), 0n));
+    const flights = inFlight(mesh).map((counts) => [counts.reduce((sum, count, c) => sum + count * sizes[c], 0n), counts]);
+    const [, counts] = flights.reduce((most, flight) => (flight[0] > most[0] ? flight : most));
+    here.m = last && !first ? counts.at(-1) : counts[0];
+    if (chunks > 1n) here.M = counts.reduce((sum, count, c) => sum + count * BigInt(parted[c].layers), 0n);
+
+    const parts = {}; // of each the formula, with m micro-batches in flight
+    const often = { first: "$&m", layers: chunks > 1n ? "$&M" : "$&mL", last: "$&m" };
+    const add = (part, formula) => (parts[part] = part in parts ? `${parts[part]} + ${formula}` : formula);
+    for (const [place, there] of Object.entries({ first, layers: L > 0n, last }))
+      if (there) for (const [part, formula] of each[place]) add(part, formula.replace(/\d+/g, often[place]));
+    if (model.rope && L && cp > 1n && !casts) add("attention.rotary", `${stream}cd`); // the rows of a rank's tokens
     for (const [part, formula] of Object.entries(parts)) lines.push([part, "activations", formula]);
-    const found = { phase: "held", letters: here, lines: lines.map((line) => [...line, value(line[2], here)]) };
+    const found = { phase: "held", letters: here, flying: counts.reduce((sum, count) => sum + count), lines: lines.map((line) => [...line, value(line[2], here)]).filter(([, , , nbytes]) => nbytes) };
     found.total = found.lines.reduce((sum, line) => sum + line[3], 0n);
     found.by = data.components.map((component) => found.lines.reduce((sum, line) => (line[1] === component ? sum + line[3] : sum), 0n));
     return found;
@@ -284,10 +318,11 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     const sizes = Object.entries(shown).filter(([letter]) => mesh.more || letters.N > 1n || !"NP".includes(letter)).map(([letter, size]) => `${letter} = ${grouped(size)}`);
     if (mesh.more) {
       const axes = `Mesh(pp=${mesh.pp}, dp=${letters.N}, cp=${mesh.cp}, tp=${mesh.tp}), rank=${mesh.stage * letters.N * mesh.cp * mesh.tp}`;
-      said.append(` between the operations of a step, on the first rank of stage ${mesh.stage} (of 0 to ${mesh.pp - 1n}), with at most ${grouped(shown.m)} micro-batches in flight (1F1B). `,
+      said.append(` between the operations of a step, on the first rank at place ${mesh.stage} of the pipeline (of 0 to ${mesh.pp - 1n}), with at most ${grouped(peak.flying)} ${mesh.chunks > 1n ? `passes of its ${mesh.chunks} chunks` : "micro-batches"} in flight (${mesh.schedule}). `,
         strong(fails ? `this does not fit: ${over} too much.` : `${text(room - peak.total)} are left for what comes and goes.`),
         " What comes and goes has no formula here: ", make("code", {}, `predict.peak(model, train, ${axes})`), " runs it dry, and ", make("code", {}, "python -m labutils.planner"), " ranks whole plans.");
-      sizes.push("letters as they are on this rank: L layers, c tokens of a sequence, t of these between the layers, m micro-batches in flight, Ψ numbers, P its share of them, T tensors in that");
+      sizes.push(`letters as they are on this rank: L layers, c tokens of a sequence, t of these between the layers, m micro-batches in flight${mesh.chunks > 1n ? " (of the chunk at an end), M layers of micro-batches in flight" : ""}, Ψ numbers, P its share of them, T tensors in that`);
+      if (mesh.pp > 1n) sizes.push("schedules that split backward passes (ZB-H1, ZB-V, DualPipe, …) keep some of this longer and have no formula: predict.activations runs them dry");
     } else {
       const verdict = fails ? `does not fit: ${over} too much, and fails first ${where[fails.phase]}.` : `fits, with ${text(room - peak.total)} to spare.`;
       said.append(` at the fullest moment, ${where[peak.phase]}, after `, make("code", {}, peak.event), ". ", strong(`the step ${verdict}`),

@@ -73,10 +73,13 @@ SHAPE = {  # the letters that a model brings along
     "v": "vocabulary size",
 }  # fmt: skip
 DEGREES = (  # fields of the page: name, label, start
-    ("pp", "stages (pp)", 1), ("stage", "the rank's stage, from 0", 0),
+    ("pp", "ranks of a pipeline (pp)", 1), ("stage", "the rank's place on it, from 0", 0),
     ("cp", "ranks of a sequence (cp)", 1), ("tp", "ranks of a layer (tp)", 1),
-    ("m", "micro-batches of a rank", 16),
+    ("m", "micro-batches of a rank", 16), ("chunks", "its chunks, if interleaved", 2),
 )  # fmt: skip
+PIPELINES = {  # of which the page has a formula, and what each is for a TrainConfig
+    "1F1B": "one_f_one_b", "GPipe": "gpipe", "interleaved": "interleaved",
+}  # fmt: skip
 ONE = TrainConfig(micro_batch=1, global_batch=1)
 MASTERS = "master weights"
 SECTIONS = {  # the headings of lab 03 under which each component is derived
@@ -95,8 +98,8 @@ class Calculator:
     It evaluates what `memory.peak` evaluates, in the reader's browser. A step is one
     micro-batch. With ZeRO, where `predict` runs a rank dry, the page takes each parameter for a
     bucket that the devices divide, as `memory.moments.by_formula` says. With pp, cp or tp it says
-    what the first rank of a stage holds between the operations of a step, under 1F1B:
-    `predict.states` and `predict.activations`.
+    what the first rank of a place on the pipeline holds between the operations of a step, under a
+    schedule of `PIPELINES`: `predict.states` and `predict.activations`, which know the others.
 
     >>> Calculator("gpt2", mine=ModelConfig.named("llama-2-7b"))
     Memory calculator: gpt2, mine
@@ -227,6 +230,7 @@ class Calculator:
         device = "H100"
         shape = "".join(_field(letter, f"{letter}, {what}", "") for letter, what in SHAPE.items())
         axes = "".join(_field(name, label, start) for name, label, start in DEGREES)
+        axes += _choice("schedule", "schedule", PIPELINES)
         axes += _choice("sequence", "sequence parallelism", ("no", "yes"))
         fields = [
             _choice("model", "model", dict.fromkeys(self.models), values=list(self.models)),
@@ -296,7 +300,8 @@ def _bars(model: ModelConfig, mesh: Mesh, recomputation: str, micro_batches: int
     chip = '<span class="lu-key"><span class="lu-chip lu-{0}"></span>{0}</span>&emsp;'
     keys = "".join(map(chip.format, COMPONENTS))
     what = "" if model.num_experts == 1 else " Activations depend on the routing: not drawn."
-    said = f"Rank 0 of {mesh.size:,}; the dashed line is an H100's memory.{what}"
+    of = f"Rank 0 of {mesh.size:,}" + ", 1F1B" * (mesh.pp > 1)
+    said = f"{of}; the dashed line is an H100's memory.{what}"
     shown = f"{''.join(dict.fromkeys(rows))}<p>{keys}<br>{said}</p>"
     return f'<div class="lu-calculator"><style>{_STYLE}</style>{shown}</div>'
 

@@ -222,8 +222,15 @@ def _late(error: TimeoutError, states: Sequence[State]) -> str:
 
 
 def _whereabouts(states: Sequence[State]) -> str:
-    ranks = enumerate(states)
-    return "\n".join(f"  rank {rank} {what} {where}".rstrip() for rank, (what, where) in ranks)
+    """What each rank does, a line each; a place at which several wait is told once, below."""
+    waits = [rank for rank, (what, where) in enumerate(states) if what == WAITS and " at " in where]
+    places = {states[rank][1].rpartition(" at ")[2] for rank in waits}
+    joint = f" at {places.pop()}" if len(waits) > 1 == len(places) else ""
+    lines = [
+        f"  rank {rank} {what} {where.removesuffix(joint if rank in waits else '')}".rstrip()
+        for rank, (what, where) in enumerate(states)
+    ]
+    return "\n".join(lines + [f"  {_ranks_text(waits)} wait{joint}"] * bool(joint))
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

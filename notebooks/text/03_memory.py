@@ -695,7 +695,7 @@ calculator.Calculator(*offered.split(), *llamas.split())
 # Where the optimizer's step is the fullest, it grows by the tokens of the other micro-batches alone: with one sequence it is 31.8 GB either way.
 # <!-- claim: [round(memory.peak(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b * k)).total / 1e9, 1) for b in (8, 1) for k in (1, 2)] == [64.6, 67.7, 31.8, 31.8] -->
 #
-# With ZeRO each parameter counts as a bucket of its own that the devices divide evenly; `predict.peak(model, train, Mesh(dp=8))` of `labutils` runs one rank dry instead, with buckets of 25 MiB and whatever they do not divide. **More axes** deals the step out to a mesh (labs 10, 11 and 13). Then the panel says what the first rank of a stage holds between two operations: `predict.states` and `predict.activations`, to the byte. What comes and goes has no formula there.
+# With ZeRO each parameter counts as a bucket of its own that the devices divide evenly; `predict.peak(model, train, Mesh(dp=8))` of `labutils` runs one rank dry instead, with buckets of 25 MiB and whatever they do not divide. **More axes** deals the step out to a mesh (labs 10, 11 and 13). Then the panel says what the first rank at a place of the pipeline holds between two operations, under 1F1B, GPipe or interleaved: `predict.states` and `predict.activations`, to the byte. What comes and goes has no formula there, nor have schedules that split backward passes (lab 13b): for these `predict.activations` runs a rank dry.
 #
 # For your own model, `calculator.Calculator("gpt2", mine=ModelConfig.from_hf("config.json"))`.
 

@@ -103,8 +103,8 @@ def pair(rank):
 
 
 # %% [markdown]
-# > In a model every rank has X already, so neither layer needs the collective that it begins with. How many times as many bytes does the busiest rank then send in the two layers, one after
-# > the other, as in the pair?
+# > In a model every rank has X already, so neither layer needs the collective that it begins with. How many times as many bytes does the busiest rank then send in the two layers
+# > as in the pair?
 
 # %%
 predict("pair/times", times=2)
@@ -334,7 +334,7 @@ world.run(one_pass)
 dry.ledger.diff(world.ledger.only(rank=0))
 
 # %% [markdown]
-# So SP with regathering is a trade of bytes. (In time the extra gather need cost nothing: Megatron-LM runs it beside the product that gives the input's gradient, section 4.2.2 of the paper.) One feed-forward layer on four ranks, with the gathered input kept and with it gathered again:
+# So SP with regathering is a trade of bytes. (In time the extra gather need cost nothing: Megatron-LM runs it beside the product that gives the input's gradient, section 4.2.2 of the paper.) One feed-forward layer on four ranks, with the gathered input kept and gathered again:
 
 # %%
 whole_up, whole_down = nn.Linear(h, f), nn.Linear(f, h)
@@ -498,7 +498,7 @@ for name, (layers, width, heads, b) in stages.items():
 #
 # Data parallelism sends gradients that nobody waits for until the step. Here a product waits for the gather before it, and everything waits for the sum after it.
 #
-# A layer of Llama-3.1-70B, forward, 8192 tokens, with SP: gather, products, scatter, twice. These are the H100s of lab 09: they compute at 61 % of the peak, and messages reach 80 % of a link, 360 GB/s within a node. Between nodes
+# A layer of Llama-3.1-70B, forward, 8192 tokens, with SP: gather, products, scatter, twice. The H100s of lab 09 compute at 61 % of the peak, assumed for products of any size (small ones reach less). Messages reach 80 % of a link, 360 GB/s within a node. Between nodes
 # it is 40 GB/s per rank: eight rings, an eighth of the tensor each, leave a node through all of its eight links (lab 07), 320 GB/s together.
 
 # %%
@@ -749,6 +749,9 @@ explore(
     tokens=[1024, 8192],
     asynchronous=False,
 )
+
+# %% [markdown]
+# With 8,192 tokens at 120 GB/s or more, with or without asynchronous TP. With 1,024 at 360 GB/s, and at 120 only if it is asynchronous. On 20 GB/s two ranks are then fastest: more ranks save less computing than they add messages. Fewer tokens make waiting a *larger* part. On eight ranks at 360 GB/s it is 37 % instead of 29 %, mostly since the latency of a message does not shrink with it.
 
 # %% [markdown]
 # ## In practice

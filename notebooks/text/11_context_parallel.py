@@ -761,6 +761,9 @@ kinds = ["contiguous", "zigzag"]
 explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(links))
 
 # %% [markdown]
+# With 512 tokens between nodes the zig-zag saves 1 to 3 %: both layouts mostly wait for messages. With 8,192 a faster link gains nothing, since from 6,112 tokens on every message hides.
+
+# %% [markdown]
 # ## In practice
 #
 # | | how to ask for it | what it does |

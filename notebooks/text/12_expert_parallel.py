@@ -3,7 +3,7 @@
 #
 # **A layer has many experts, and every token visits a few of them. If each rank holds only some experts, what travels, who waits for whom, and who averages which gradients?**
 #
-# *90 min, and 50 further · before this: labs 07, 08 and 09 · needs a laptop, no GPU and no network*
+# *90 min, and 55 further · before this: labs 07, 08 and 09 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -385,7 +385,8 @@ plots.curves(
     **{way: [run["busiest"] for run in record[way]] for way in ways},
     xlabel="training step",
     ylabel="visits of the busiest expert over the mean",
-    title="Below twice the mean: all seeds with α = 0.1 or a bias, six with 0.01",
+    title="Below twice the mean: all seeds with α = 0.1 or a bias, "
+    "six of eight with 0.01, three with nothing",
 )
 
 # %%
@@ -430,19 +431,19 @@ for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for no
 #
 # **What balance surely buys is time.** With twice the visits on one *rank* a layer's experts take nearly twice as long (below).
 #
-# How much is dropped at c = 1? Even if experts are drawn by lot, some get more than the mean. This is the share of visits dropped, where the mean is 64 visits, and 4,096:
+# How much is dropped at c = 1? Even if each token draws its two experts by lot, some get more than the mean. This is the share of visits dropped, where the mean is 64 visits, and 4,096:
 
 # %%
 draw = torch.Generator().manual_seed(0)
 for mean in (64, 4096):
-    visits = torch.randint(8, (200, 8 * mean), generator=draw)
-    counts = torch.nn.functional.one_hot(visits, 8).sum(1)
+    pairs = torch.rand(200, 4 * mean, 8, generator=draw).topk(2).indices
+    counts = torch.stack([each.flatten().bincount(minlength=8) for each in pairs])
     for c in (1, 1.25):
-        over = (counts - c * mean).clamp(min=0).sum() / visits.numel()
+        over = (counts - c * mean).clamp(min=0).sum() / counts.sum()
         print(f"{mean:5} visits, c = {c:4}: {over:6.2%} dropped")
 
 # %% [markdown]
-# **At c = 1, chance alone drops about 0.37/√mean of the visits.** The visits of an expert scatter with a standard deviation of √(7/8 · mean), or 0.94·√mean. Dropped is what is above the mean: 0 for an expert below it, and on average 1/√(2π) = 0.4 standard deviations, or 0.37·√mean visits.
+# **At c = 1, chance alone drops about 0.35/√mean of the visits.** The visits of an expert scatter with a standard deviation of √(3/4 · mean), or 0.87·√mean, since a token chooses it with a chance of 1/4. Dropped is what is above the mean: 0 for an expert below it, and on average 1/√(2π) = 0.4 standard deviations, or 0.35·√mean visits.
 #
 # So where a rank has few tokens, the extra quarter of room at c = 1.25 is for chance. Where it has many, it is for what the router has not learned. A busiest expert with 1.3 times the mean alone drops (1.3 − 1)/8 = 3.8 % of all visits at c = 1, and (1.3 − 1.25)/8 = 0.6 % at 1.25.
 #   <!-- arithmetic: [round(100 * (1.3 - c) / 8, 1) for c in (1, 1.25)] == [3.8, 0.6] -->
@@ -521,7 +522,7 @@ for share in (0, 0.001, 0.01):
 # > An H100 computes products in bf16 at 601 TFLOP/s, 61 % of the peak, and sends 40 GB/s between nodes, 80 % of 400 Gbit/s (lab 09). An expert is three matrices of h × f (SwiGLU). From which width f on does an expert compute as long as its rows travel one way?
 
 # %%
-predict("all-to-all/width", f=1000)
+predict("all-to-all/width", columns=1000)
 
 # %% [markdown]
 # A visit takes 6·h·f FLOPs. Its row travels twice, there and back, each time with 2·h bytes in bf16. With V visits per rank, F FLOP/s and a link of bw bytes/s:
@@ -536,7 +537,7 @@ predict("all-to-all/width", f=1000)
 h100 = Hardware.named("H100")
 flops, NVLINK, NODES = h100.rate(), h100.inside, h100.network
 even = {link: flops / (3 * link.bandwidth) for link in (NVLINK, NODES)}
-reveal("all-to-all/width", f=round(even[NODES]))
+reveal("all-to-all/width", columns=round(even[NODES]))
 
 # %%
 print(f"NVLink: {even[NVLINK]:.0f}; Mixtral's experts: 14336, DeepSeek-V3's: 2048")
@@ -637,12 +638,13 @@ print(f"{busy / alike:.2f} times as long")
 # %% [markdown]
 # **What counts is the busiest *rank*,** and several experts on one rank even out. In the first picture expert 4 has 3.4 times an expert's mean. But its rank, with experts 4 and 5, has only twice a rank's.
 #
-# That rank also keeps twice the rows for its backward pass, so it runs out of memory first.
+# That rank also keeps twice the rows for its backward pass, so it runs out of memory first. In the pass above it has 8,192 rows more. One of Mixtral's experts keeps h + 4f numbers per row, 123 kB in bf16, so this rank keeps 1.0 GB more per layer.
+#   <!-- claim: (lambda m: [2 * (m.d_model + 4 * m.d_ff), round(8192 * 2 * (m.d_model + 4 * m.d_ff) / 1e9, 1)])(config.ModelConfig.named("mixtral-8x7b")) == [122880, 1.0] -->
 
 # %% [markdown]
 # ### Turn the knobs
 #
-# At which width do two halves hide half of what travels between nodes? Then give one expert three times its share.
+# At which width do two halves hide half of what travels between nodes? Then give one expert three times its share: how much longer does it take?
 
 
 # %%
@@ -661,6 +663,9 @@ explore(
     chunks=[1, 2, 4],
     busiest=[1.0, 3.0],
 )
+
+# %% [markdown]
+# Two halves hide 43 % at 4,096 and 49 % at 14,336: half is their limit. With three times the share the pass takes three times as long.
 
 # %% [markdown]
 # ## Further: which gradients does this step get wrong?

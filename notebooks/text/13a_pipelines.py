@@ -407,7 +407,7 @@ except DeadlockError as stuck:
     print(stuck)
 
 # %% [markdown]
-# In the last two lines rank 2 sends a forward to rank 3, and rank 3 a backward to rank 2: each waits for the other to receive. GPipe has no such pair: a rank
+# Rank 2 sends a forward to rank 3, and rank 3 a backward to rank 2: each waits for the other to receive. GPipe has no such pair: a rank
 # sends its first backward when it has received all forwards.
 #
 # Two cures serve any legal schedule. Either sends do not wait, and each rank takes a neighbor's messages in the order of sending (`"matched"`, the default

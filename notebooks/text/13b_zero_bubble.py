@@ -335,8 +335,7 @@ for plan in (h1, h2):
 
 # %%
 limits = range(8, 17)
-named = schedule.zb_h1(8, 24), schedule.zb_h2(8, 24)
-held = [plan.peak(0) for plan in named]
+named = {"ZB-H1": schedule.zb_h1(8, 24), "ZB-H2": schedule.zb_h2(8, 24)}
 
 
 def idle_share(plan):
@@ -346,7 +345,9 @@ def idle_share(plan):
 plots.curves(
     list(limits),
     searched=[idle_share(schedule.zb_auto(8, 24, limit)) for limit in limits],
-    measured={"ZB-H1, ZB-H2": (held, list(map(idle_share, named)))},
+    measured={
+        name: ([each.peak(0)], [idle_share(each)]) for name, each in named.items()
+    },
     xlabel="limit on micro-batches that a rank holds",
     ylabel="bubble fraction, no barrier (%)",
     title="Each micro-batch more buys a piece of the bubble, until none is left",
@@ -541,13 +542,23 @@ explore(view, order=list(orders), w=[0.5, 1.0, 1.5], barrier=False)
 # ZB-V can be read, and simulated like ours. Its first operations on rank 0, the stage before the letter and the micro-batch behind it:
 
 # %%
-part = dict(group_size=4, num_stages=8, group_rank=0, stage_index=0, group=None)
-part |= dict(device="cpu", has_backward=True, is_first=True, submod=torch.nn.Module())
-made = pipelining.ScheduleZBVZeroBubble([SimpleNamespace(**part)] * 2, 8, loss_fn=max)
-rows = [" ".join(str(op) for op in row if op) for row in made.pipeline_order.values()]
-halves = re.sub(r"(\d+)B(\d+)", r"\1I\2 \1W\2", " | ".join(rows))
-theirs = re.sub(r"(\d+)([FIW])(\d+)", r"\2\3@\1", halves).replace("I", "B")
-print(rows[0][:31])
+stage = SimpleNamespace(
+    group_size=4, num_stages=8, group_rank=0, stage_index=0, group=None,
+    device="cpu", has_backward=True, is_first=True, submod=torch.nn.Module(),
+)  # fmt: skip
+torchs = pipelining.ScheduleZBVZeroBubble([stage] * 2, 8, loss_fn=max)
+
+
+def as_ours(op):
+    """7F0 is our F0@7, and 7B0, a whole backward pass, is B0@7 and then W0@7."""
+    stage, kind, micro_batch = re.fullmatch(r"(\d+)([FBIW])(\d+)", str(op)).groups()
+    letters = {"F": "F", "B": "BW", "I": "B", "W": "W"}[kind]
+    return " ".join(f"{letter}{micro_batch}@{stage}" for letter in letters)
+
+
+ranks = torchs.pipeline_order.values()
+theirs = " | ".join(" ".join(as_ours(op) for op in ops if op) for ops in ranks)
+print(*torchs.pipeline_order[0][:8])
 
 # %%
 for name, order in {"torch": schedule.read(theirs), "ours": zb_v}.items():

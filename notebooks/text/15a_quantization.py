@@ -204,8 +204,8 @@ hint("quantization/groups", 1)
 # The largest |w| in each row of the matrices `down` of the first four layers:
 
 # %%
-four_layers = enumerate(model.layers[:4])
-largest = {f"layer {i}": m.down.weight.abs().amax(1).tolist() for i, m in four_layers}
+downs = {i: model.layers[i].down.weight for i in (0, 2, 1, 3)}  # highest first
+largest = {f"layer {i}": w.abs().amax(1).tolist() for i, w in downs.items()}
 plots.curves(
     range(384),
     xlabel="row, an output channel",
@@ -730,7 +730,7 @@ plots.curves(
     ylabel="time per step (ms)",
     title="Few bits pay while few sequences share a step",
     log="xy",
-    broad=["W8"],
+    broad=["bf16", "W8"],
     **{
         name: [1e3 * step_time(*kind, b) for b in sizes] for name, kind in kinds.items()
     },

@@ -121,6 +121,9 @@ errors = {name: error(name) for name in SCHEMES}
 print({name: f"{each:.1%}" for name, each in errors.items()})
 
 # %%
+show(rigs.fp8.gradient_error)
+
+# %%
 said = "int", "int-8", "integers", "8-bit integers", "8 bit integers"
 reveal("schemes/best", *said, scheme=min(errors, key=errors.get))
 
@@ -203,7 +206,7 @@ hint("fp8/products", 1)
 show(quantization.Fp8Products)
 
 # %% [markdown]
-# **Is this what the hardware computes?** PyTorch has an 8-bit product of its own, `torch._scaled_mm`, for CPUs and for GPUs since the H100's generation. Compare, with one scale per tensor:
+# **Is this what the hardware computes?** PyTorch has an 8-bit product of its own, `torch._scaled_mm`, for CPUs, and GPUs since the H100's generation. Compare, with one scale per tensor:
 
 # %%
 fp8_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -221,7 +224,7 @@ close = largest < (1e-3 if fp8_gpu else 1e-5)
 print("equal but for the rounding of sums:", close.item())
 
 # %% [markdown]
-# On a CPU, yes. On an H800 (an H100 with slower links) the matrix unit adds with about 14 bits, DeepSeek-V3's authors write (section 3.3.2). So they move partial sums to fp32 every 128 products, and apply the scales of tiles there. What would 14 bits cost without these moves? The emulation cuts a sum after every 32 products.
+# On a CPU, yes. On an H800 (an H100 with slower links) the matrix unit adds with about 14 bits (DeepSeek-V3, section 3.3.2). So its authors move partial sums to fp32 every 128 products, and apply the scales of tiles there. What would 14 bits cost without these moves? The emulation cuts a sum after every 32 products.
 #
 # > Two random matrices are multiplied, with sums of 4,096 products. How large is the error, in percent of the product's norm?
 
@@ -433,7 +436,7 @@ show(quantization.advance_scales)
 # %% [markdown]
 # ## What does an outlier do?
 #
-# In large language models some channels of activations are up to a hundred times as large as the others (SmoothQuant). Plant such an *outlier*: multiply the first input channel of every layer by k, and divide its weights by k. In exact arithmetic nothing changes. The GPT above is 128 wide, so every tile would contain the outlier. So take one of width 512 (one layer, untrained): there it is in one of four tiles in a row.
+# In large language models some channels of activations are up to a hundred times as large as the others (SmoothQuant). Plant such an *outlier*: multiply the first input channel of every layer by k, and divide its weights by k. In exact arithmetic nothing changes. The GPT above is 128 wide, so every tile would contain the outlier. Take one of width 512 (one layer, untrained): there it is in one of four tiles in a row.
 #
 # > At an outlier of 100, int8 with one scale is off by 69 %. How many percent is int8 with a scale per tile?
 
@@ -467,14 +470,11 @@ table = {
     for name, row in outlier.items()
 }
 rigs.fp8.print_errors(table)
-kept = [floats.E4M3.min_normal, floats.E4M3.min_subnormal]
-whole, span = (floats.E4M3.max / least for least in kept)
-print(f"e4m3: all digits over a factor of {whole:,.0f}, something over {span:,.0f}")
 
 # %% [markdown]
-# **Integers lack range, and floats precision.** int8 has one step size for the whole tensor, and the outlier makes it large. e4m3 gives each number its own exponent. So a number keeps all its digits while the largest of the tensor is at most 28,672 times as large. Then it loses digit after digit, the last beyond 229,376 times. (Here this begins near an outlier of 7,000, since its channel's largest number is some four times the typical one.)
+# **Integers lack range, and floats precision.** int8 has one step size for the whole tensor, and the outlier makes it large. From 1,000 on all but the outlier is rounded to zero: the gradient is gone, and what is left points elsewhere (105 %). e4m3 gives each number its own exponent. So a number keeps all its digits while the largest of the tensor is at most 448 / 2⁻⁶ = 28,672 times as large. Then it loses digit after digit, the last beyond 448 / 2⁻⁹ = 229,376 times. (Here from an outlier of 7,000 on, as its channel's largest number is some four times the typical one.)
 #
-# Tiles confine an outlier's damage. To which place? Here are the three products of the layer `up` in int8, one at a time:
+# Tiles confine an outlier's damage. Where? Here are the three products of the layer `up` in int8:
 
 
 # %%
@@ -649,7 +649,7 @@ reveal("te/bytes", bytes_per_parameter=engine)
 # %% [markdown]
 # Sixteen, as in bf16: 8-bit operands are forgotten after the step, and states are the fp32 ones of autocast (lab 02). Only *keeping* weights, gradients and moments in few bits saves bytes.
 #
-# Does the count hold? `KeptAdam` keeps the linear layers of the blocks as a recipe says, and the rest in fp32. First the formula against a dry run, then every recipe against the real program:
+# Does the count hold? `KeptAdam` keeps the linear layers of the blocks as a recipe says, and the rest in fp32. First the formula against a dry run, then every recipe against the program:
 
 
 # %%
@@ -705,7 +705,7 @@ print(f"against bf16: {L * tokens * (h + f) / half:.0%}")
 # %% [markdown]
 # **Against bf16, the usual rival, 8-bit inputs save 10 % of the activations here:** a block saves h + f bytes per token. With one matrix for queries, keys and values, as is usual, it saves 3h + f.
 #
-# Against fp32 they save 23 %, and not three quarters, for two reasons. Norms, attention and GELU keep what they kept. And queries, keys and values read *one* input, which fp32 keeps once and these layers three times. (The 6 · 4 bytes are scales.)
+# Against fp32 they save 23 %, not three quarters, for two reasons. Norms, attention and GELU keep what they kept. And queries, keys and values read *one* input, which fp32 keeps once and these layers three times. (The 6 · 4 bytes are scales.)
 #
 # ### Further: and messages?
 #

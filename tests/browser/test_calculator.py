@@ -215,6 +215,8 @@ def drawn(pick):
     """A step on a mesh with more axes than dp, as the fields of the page and as predict takes it."""
     pp, cp, tp = pick.choice([(1, 1, 8), (3, 1, 1), (1, 2, 1), (2, 1, 4), (4, 2, 2), (3, 3, 4)])
     dp, m, stage = pick.choice([1, 2, 3, 64]), pick.randint(1, 9), pick.choice([0, pp // 2, pp - 1])
+    schedule, chunks = pick.randint(0, 2), pick.choice([1, 2, 2, 3])
+    m *= pp if schedule == 2 else 1
     name = pick.choice(MESHES)
     model = ModelConfig.named(name)
     grouped = model.num_kv_heads < model.num_heads
@@ -222,7 +224,8 @@ def drawn(pick):
     a, g = pick.choice(
         [(a, g) for a, g in heads if (g < a) == grouped and 0 in (g % tp, tp % g)]
     )
-    sizes = dict(L=pick.randint(3, 9), h=pick.randint(1, 4000), a=a, g=g, d=2 * pick.randint(1, 80))
+    stages = pp * (chunks if schedule == 2 else 1)
+    sizes = dict(L=pick.randint(max(3, stages - 2), max(9, stages + 4)), h=pick.randint(1, 4000), a=a, g=g, d=2 * pick.randint(1, 80))
     sizes |= dict(f=tp * pick.randint(1, 3000), v=tp * pick.randint(1, 9000))
     sizes |= dict(s=2 * cp * tp * pick.randint(1, 40), b=pick.randint(1, 4))
     labels = {name: pick.choice(list(options)) for name, options in calculator.CHOICES.items()}
@@ -234,6 +237,7 @@ def drawn(pick):
     sequence = tp > 1 and pick.choice([True, False])
     places = {name: list(calculator.CHOICES[name]).index(label) for name, label in labels.items()}
     fields = dict(pp=pp, cp=cp, tp=tp, model=name, devices=dp, m=m, stage=stage, sequence=int(sequence))
+    fields |= dict(schedule=schedule, chunks=chunks)
 
     letters = {"L": "num_layers", "h": "d_model", "a": "num_heads", "g": "num_kv_heads"}
     letters |= {"d": "d_head", "f": "d_ff", "v": "vocab_size", "s": "seq_len"}
@@ -242,6 +246,7 @@ def drawn(pick):
     for name, label in labels.items():
         options |= calculator.CHOICES[name][label]
     options |= dict(attention="ring") if cp > 1 else {}
+    options |= dict(schedule=list(calculator.PIPELINES.values())[schedule], chunks=chunks)
     mesh = Mesh(pp=pp, dp=dp, cp=cp, tp=tp)
     rank = next(rank for rank in range(mesh.size) if mesh.coords(rank)["pp"] == stage)
     return fields | sizes | places, (model, TrainConfig(**options), mesh, rank)
@@ -274,7 +279,9 @@ def test_what_a_rank_of_a_mesh_holds_is_what_is_predicted(browser, tmp_path):
         ({"cp": 2, "attention": 1}, "A ring of ranks (cp) has fused attention alone."),
         ({"pp": 2, "sequence": 1}, "choose a tp above 1 that divides them"),
         ({"pp": 15}, "12 layers fill at most 14 stages, not 15."),
-        ({"pp": 2, "stage": 2}, "The stages are 0 to 1: there is no stage 2."),
+        ({"pp": 2, "stage": 2}, "The ranks of the pipeline are 0 to 1: there is no rank 2."),
+        ({"pp": 4, "schedule": 2, "chunks": 4}, "12 layers fill at most 14 stages, not 16."),
+        ({"pp": 4, "schedule": 2, "m": 6}, "4 micro-batches in turn, which do not divide 6."),
         ({"pp": 2, "devices": 2, "zero": 3}, "choose ZeRO 2."),
         ({"pp": 2, "precision": 3}, "python -m labutils.planner"),
         ({"pp": 2, "L": 20000}, "At most 10,000 layers"),

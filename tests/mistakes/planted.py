@@ -749,9 +749,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("planner/work", "test_planner_work"): [
         ("moved = 16 * visits * h", "moved = 8 * visits * h"),
         ("routed = 2 * 2 * visits * h", "routed = 2 * visits * h"),
-        ("ring = 3 * pairs * layers", "ring = 2 * pairs * layers"),
+        ("pairs * (2 + (stack == ", "pairs * (1 + (stack == "),
         ("share, gathers = (p.replicas - 1) / p.replicas,", "share, gathers = (p.dp - 1) / p.dp,"),
-        ("(expert, p.replicas * p.tp / p.ep)", "(expert, p.replicas / p.ep)"),
+        ("(expert, p.replicas * p.tp / p.ep, far)", "(expert, p.replicas / p.ep, far)"),
     ],
     ("planner/rates", "test_planner_work"): [
         ('apart[0] -= 2 * passes["weights"]', 'apart[0] -= passes["weights"]'),
@@ -762,11 +762,14 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("twice = (m - 1 > ahead) & (other == 0)", "twice = other == 0"),
         ("late = spent.behind - ahead * spent.forward, spent.behind - ahead * spent.backward", "late = spent.behind, spent.behind"),
         ("within if stack == ", "1 if stack == "),
+        ("around[0] + around[1]", "around[0]"),
+        ("seconds[i] += work.most(", "seconds[i] += 0 * work.most("),
     ],
     ("planner/cluster", "test_planner_work"): [
         ("least(inner, G) / G)", "1 / G)"),
         ("return where(inner * n > G, slow, 1.0)", "return where(inner * n >= G, slow, 1.0)"),
         ("near = least(most(G // inner, 1), n)", "near = least(G, n)"),
+        ("ring(p.ep, p.replicas * p.tp / p.ep)", "ring(p.tp, p.replicas * p.tp / p.ep)"),
         ('"dp": ring(p.tp, p.replicas)', '"dp": ring(p.tp * p.cp, p.replicas)'),
     ],
     ("planner/export", "test_planner_command"): [
@@ -795,6 +798,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("np.where(self.fits, self.seconds, np.inf)", "self.seconds"),
         ("yield split & (p.zero == 3), gathers", "yield split & (p.zero == 2), gathers"),
         ("yield p.replicas % p.ep != 0,", "yield p.dp % p.ep != 0,"),
+        ("tied = (p.zero == 3) & (p.pp > 1)", "tied = (p.zero > 3) & (p.pp > 1)"),
         ("return fit[np.lexsort(keys)]", "return fit[np.argsort(seconds)]"),
         ("known.num_sparse * idle", "model.num_layers * idle"),
         ("1.1 * job.cluster.between", "job.cluster.between"),
@@ -1050,6 +1054,13 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("sum(sizes if more else sizes[: i + 1])", "sum(sizes[: i + 1])"),
         ("if train.prefetch and 0 < ahead <= after", "if 0 < ahead <= after"),
         ("        if not train.reshard:", "        if False:"),
+    ],
+    ("predict/played", "test_planner_search"): [
+        ('op not in ("ring", "all_to_all")', 'op != "ring"'),
+        ("(n - near) / own.bandwidth", "n / own.bandwidth"),
+    ],
+    ("planner/rates", "test_planner_search test_planner_work"): [
+        ("(self.busy + self.again + self.bubble)[1]", "(self.busy + self.again)[1]"),
     ],
     ("predict/played", "test_predict"): [
         ("(2.5 if fused else 2) * core", "2 * core"),

@@ -1,13 +1,14 @@
 """A process that can do little harm, and is ended with all that it started.
 
-What the system offers is used. Everywhere: limits of the process. On Linux, without an
-administrator: name spaces (a view of its own of processes, network and mounted files, these
+What the system offers is used. Everywhere: limits of the process, and what `ps` or /proc tells of
+it and of those that it started. On Linux, without an administrator: name spaces (a view of its own of processes, network and mounted files, these
 read-only) and Landlock (which files it may open). It is no jail for determined attackers: against
 those, run the grader in a container or a virtual machine of its own.
 """
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import resource
@@ -100,6 +101,8 @@ def _limit(limits: Limits) -> None:
         resource.RLIMIT_FSIZE: limits.written,
         resource.RLIMIT_NOFILE: 256,
     }
+    if not LINUX:  # where they are counted for a user, not for what a name space holds
+        wanted[resource.RLIMIT_NPROC] = len(Listed().rows) + 2 * limits.processes
     if size:  # of address space, which torch reserves and does not use, there is more
         wanted[resource.RLIMIT_DATA] = size["VmData"] + limits.memory
         wanted[resource.RLIMIT_AS] = size["VmSize"] + 2 * limits.memory
@@ -187,10 +190,10 @@ class Contained:
                 self.sent += more
 
     def _too_much(self) -> str:
-        limits, started = self.limits, descendants(self.leader)
-        running = list(itertools.islice(started, limits.processes + 1))
+        limits, system = self.limits, System()
+        running = list(itertools.islice(system.descendants(self.leader), limits.processes + 1))
         before, self.looked = self.looked, time.monotonic()
-        if not any(map(_wants_to_run, (self.leader, *running))):
+        if not any(map(system.wants_to_run, (self.leader, *running))):
             self.waited += self.looked - before
         # A machine that is busy looks late, and then several limits may be passed: time is named
         # last, so that the reason is the same on any machine.
@@ -198,13 +201,13 @@ class Contained:
             return f"stopped: it started more than {limits.processes} processes"
         if len(self.sent) > self.MOST:
             return "stopped: it wrote into the grader's own channel"
-        shared = _status(self.leader).get("RssAnon", 0)  # with all that were forked from it
-        memory = sum(max(0, _status(pid).get("RssAnon", 0) - shared) for pid in running)
+        shared = system.memory(self.leader)  # with all that were forked from it
+        memory = sum(max(0, system.memory(pid) - shared) for pid in running)
         if memory > limits.memory * 1.5:
             return f"stopped: its processes hold {memory / 1e9:.1f} GB"
         if bytes_below(self.folder) > 4 * limits.written:
             return f"stopped: it wrote more than {4 * limits.written / 1e6:g} MB"
-        if sum(map(_computed, running)) > limits.seconds:
+        if sum(map(system.computed, running)) > limits.seconds:
             return self._too_long()
         if self.waited > WAITING * limits.seconds:
             return f"stopped: it did not end within {WAITING * limits.seconds:g} seconds of waiting"
@@ -238,8 +241,9 @@ def _lead(program: Callable, pipe: int, folder: str, limits: Limits) -> None:
         while (ended := os.wait())[0] != child:
             pass
         code = os.waitstatus_to_exitcode(ended[1])
-        for pid in descendants(os.getpid()):
-            os.kill(pid, signal.SIGKILL)
+        for pid in System().descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):  # such as `ps` itself
+                os.kill(pid, signal.SIGKILL)
     finally:
         os._exit(code if code >= 0 else 128 - code)
 
@@ -262,38 +266,76 @@ def _status(pid: int) -> dict[str, int]:
     return {}
 
 
-def _computed(pid: int) -> float:
-    """Seconds that a process and the children that it waited for have computed, on Linux."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return sum(map(int, file.read().rpartition(")")[2].split()[11:15])) / _TICKS
-    return 0.0
+class Linux:
+    """What processes do, as /proc tells it when asked."""
+
+    def memory(self, pid: int) -> int:
+        """Bytes that a process holds alone."""
+        return _status(pid).get("RssAnon", 0)
+
+    def computed(self, pid: int) -> float:
+        """Seconds that a process and the children that it waited for have computed."""
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+            return sum(map(int, file.read().rpartition(")")[2].split()[11:15])) / _TICKS
+        return 0.0
+
+    def wants_to_run(self, pid: int) -> bool:
+        """Whether a thread of a process runs, or would if a processor were free."""
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/stat") as file:
+                    if file.read().rpartition(")")[2].split()[0] == "R":
+                        return True
+        return False
+
+    def descendants(self, pid: int) -> Iterator[int]:
+        """The processes that a process has started and theirs."""
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children") as file:
+                    children = file.read().split()
+                for child in map(int, children):
+                    yield child
+                    yield from self.descendants(child)
 
 
-def _wants_to_run(pid: int) -> bool:
-    """Whether a thread of a process runs, or would if a processor were free, on Linux."""
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] == "R":
-                    return True
-    return False
+class Listed:
+    """The same of any other system, as `ps` told it once. Who lost its parent is not found."""
 
+    def __init__(self) -> None:
+        self.rows: dict[int, list[str]] = {}
+        with contextlib.suppress(OSError):  # no process can be started: limits hold still
+            told = ["ps", "-Ao", "pid=,ppid=,stat=,rss=,time="]
+            listed = subprocess.run(told, capture_output=True, text=True).stdout.splitlines()
+            self.rows = {int(pid): rest for pid, *rest in map(str.split, listed)}
 
-def descendants(pid: int) -> Iterator[int]:
-    """The processes that a process has started and theirs, on Linux."""
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children") as file:
-                children = file.read().split()
-            for child in map(int, children):
+    def memory(self, pid: int) -> int:
+        return 1024 * int(self.rows[pid][2]) if pid in self.rows else 0
+
+    def computed(self, pid: int) -> float:
+        """Of the process alone, from [days-][hours:]minutes:seconds."""
+        days, _, clock = self.rows[pid][3].rpartition("-") if pid in self.rows else ("", "", "0")
+        parts = map(float, clock.replace(",", ".").split(":"))
+        passed = functools.reduce(lambda before, part: 60 * before + part, parts)
+        return 86_400 * float(days or 0) + passed
+
+    def wants_to_run(self, pid: int) -> bool:
+        return pid in self.rows and self.rows[pid][1].startswith("R")
+
+    def descendants(self, pid: int) -> Iterator[int]:
+        for child, row in self.rows.items():
+            if int(row[0]) == pid:
                 yield child
-                yield from descendants(child)
+                yield from self.descendants(child)
+
+
+System: type[Linux] | type[Listed] = Linux if LINUX else Listed
 
 
 def end(leader: int) -> None:
     """Kill a leader's processes until none is left, then itself."""
     for _ in range(100):
-        running = list(descendants(leader))
+        running = list(System().descendants(leader))
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

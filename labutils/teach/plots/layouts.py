@@ -20,13 +20,13 @@ def who_computes(*, title: str | None = None, shares: bool = True, **grids: Grid
     A cell has the color of the rank that computes it, and the number of the step in which its keys
     are there. Left of each row of queries stands the rank that has them.
 
-    shares: what part of the work each rank has, below
+    shares: a bar below, cut into what part of all work each rank has
     """
     grids = style.spaced(grids)
     work = {name: _shares(grid) for name, grid in grids.items()}
     _, axes = style.canvas(
         title or _finding(work),
-        height=_SIDE + (0.9 if shares else 0.4),
+        height=_SIDE + (0.8 if shares else 0.4),
         left=0.1,
         right=0.1,
         bottom=0.1,
@@ -40,13 +40,15 @@ def who_computes(*, title: str | None = None, shares: bool = True, **grids: Grid
         axes.text(left, 0.12, name, weight="bold", va="center")
         _square(axes, grid, left, 0.3)
         if shares:
-            axes.text(left - 0.08, _SIDE + 0.55, "all its work", ha="right", va="center", size=8)
+            axes.text(left - 0.08, _SIDE + 0.59, "all the work", ha="right", va="center", size=8)
+        x = left
         for rank, share in enumerate(work[name] if shares else ()):
-            x = left + (rank + 0.5) * _SIDE / len(work[name])
-            color = style.SERIES[rank % len(style.SERIES)]
-            look: style.Look = {"ha": "center", "va": "center", "color": color}
-            axes.text(x, _SIDE + 0.45, f"rank {rank}", size=8, **look)
-            axes.text(x, _SIDE + 0.65, f"{share:.0%}", weight="bold", **look)
+            color, wide = style.SERIES[rank % len(style.SERIES)], share * _SIDE
+            draw.box(axes, x, _SIDE + 0.48, wide, 0.22, color)
+            look: style.Look = {"ha": "center", "va": "center_baseline", "color": style.on(color)}
+            if style.width_of(said := f"{share:.0%}", 7) < wide:
+                axes.text(x + wide / 2, _SIDE + 0.59, said, size=7, **look)
+            x += wide
     told = "; ".join(
         f"{name}: " + ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(each))
         for name, each in work.items()

@@ -215,7 +215,10 @@ def _lanes(axes: Axes, y: float, spans: Sequence[Span], factor: float) -> None:
 
 def _step(timeline: Timeline, per: str) -> tuple[str, str]:
     exposed = f"{units.text(timeline.exposed, 's')} exposed" if timeline.exposed else ""
-    return f"{units.text(timeline.makespan, 's')} per {per}", exposed or "nothing exposed"
+    busy = sum(s.end - s.start for s in timeline.spans if s.kind not in COMMUNICATION)
+    idle = f"{1 - busy / (timeline.makespan * len(timeline.ranks)):.0%}" if busy else "0%"
+    waits = "nothing exposed" if idle == "0%" else f"ranks idle {idle}"
+    return f"{units.text(timeline.makespan, 's')} per {per}", exposed or waits
 
 
 def _overlap_finding(timelines: Mapping[str, Timeline], per: str) -> str:

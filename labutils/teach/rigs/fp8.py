@@ -218,8 +218,12 @@ def matrix_gradients(model: GPT, batch: Batch, *, share: float = 1.0) -> list[Te
 
 
 def print_errors(rows: Mapping[str, Mapping[str, float]]) -> None:
-    """A table of errors in percent, a row for each scheme, to two digits."""
+    """A table of errors in percent, a row for each scheme, to two digits, or to one percent."""
+
+    def rounded(error: float) -> str:
+        return f"{float(f'{100 * error:.2g}'):8g}%" if error < 1 else f"{100 * error:8.0f}%"
+
     columns = list(next(iter(rows.values())))
     print(f"{'':10}", *(f"{column:>9}" for column in columns))
     for name, errors in rows.items():
-        print(f"{name:10}", *(f"{float(f'{100 * errors[column]:.2g}'):8g}%" for column in columns))
+        print(f"{name:10}", *(rounded(errors[column]) for column in columns))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from labutils.teach.rigs import corpus
@@ -34,13 +34,12 @@ class MiniLM(nn.Module):
 
     def hidden(self, sentences: Sequence[Sequence[int]]) -> Float[Tensor, "tokens h"]:
         """What leaves the last layer, for each token of each sentence."""
-        lengths = torch.tensor([len(tokens) for tokens in sentences])
+        lengths = [len(tokens) for tokens in sentences]
         tokens = torch.tensor([token for each in sentences for token in each])
         places = torch.cat([torch.arange(length) for length in lengths])
         x = self.norm(self.word(tokens) + self.position(places) + self.kind.weight[0])
-        owner = torch.arange(len(lengths)).repeat_interleave(lengths)
         for layer in self.layers:
-            x = layer(x, owner[:, None] == owner)
+            x = layer(x, lengths)
         return x
 
     def forward(self, sentences: Sequence[Sequence[int]]) -> Float[Tensor, "sentences h"]:
@@ -60,11 +59,13 @@ class BertLayer(nn.Module):
         self.norm = nn.LayerNorm(_H, eps=1e-12)
 
     def forward(
-        self, x: Float[Tensor, "tokens h"], seen: Bool[Tensor, "tokens tokens"]
+        self, x: Float[Tensor, "tokens h"], lengths: list[int]
     ) -> Float[Tensor, "tokens h"]:
         projections = self.query, self.key, self.value
-        q, k, v = (part(x).unflatten(-1, (_HEADS, -1)).transpose(0, 1) for part in projections)
-        mixed = F.scaled_dot_product_attention(q, k, v, seen).transpose(0, 1).flatten(1)
+        parts = (part(x).unflatten(-1, (_HEADS, -1)).transpose(0, 1) for part in projections)
+        each = zip(*(part.split(lengths, 1) for part in parts), strict=True)
+        own = [F.scaled_dot_product_attention(q, k, v) for q, k, v in each]
+        mixed = torch.cat(own, 1).transpose(0, 1).flatten(1)
         x = self.attention_norm(x + self.output(mixed))
         return self.norm(x + self.down(F.gelu(self.up(x))))
 
