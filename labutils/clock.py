@@ -75,9 +75,7 @@ class Played(Timeline):
     (5, {'forward': 3, 'gather': 2}, 'gather layer 0', 'forward layer 0')
     """
 
-    def __init__(
-        self, spans: tuple[Span, ...], when: Mapping[Task, tuple[float, float]]
-    ) -> None:
+    def __init__(self, spans: tuple[Span, ...], when: Mapping[Task, tuple[float, float]]) -> None:
         super().__init__(spans)
         self._when: Mapping[Any, tuple[float, float]] = when
 
