@@ -75,11 +75,9 @@ class Played(Timeline):
     (5, {'forward': 3, 'gather': 2}, 'gather layer 0', 'forward layer 0')
     """
 
-    def __init__(
-        self, spans: tuple[Span, ...], when: Mapping[Task, tuple[float, float]] | None = None
-    ) -> None:
+    def __init__(self, spans: tuple[Span, ...], when: Mapping[Task, tuple[float, float]]) -> None:
         super().__init__(spans)
-        self._when: Mapping[Any, tuple[float, float]] = when or {}
+        self._when: Mapping[Any, tuple[float, float]] = when
 
     def _lanes(self) -> Iterable[Sequence[Any]]:
         """What ran on each lane, in order."""

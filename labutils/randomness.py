@@ -131,7 +131,7 @@ class Standing:
     """Where the random numbers stand that a function is about to draw, to draw them again: those of
     the rank here, and torch's own on a CPU and on `devices`, unless other ranks draw there, too."""
 
-    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+    def __init__(self, devices: Iterable[torch.device]) -> None:
         self.devices = {device for device in devices if device.type == "cuda"}
         self.numbers = here()
         generators = list(self.numbers.made.values()) if self.numbers else []

@@ -40,8 +40,8 @@ class Message:
     source: int
     to: int
     nbytes: int
-    start: float = 0
-    end: float = 0
+    start: float
+    end: float
 
 
 class OneRank(Sequence):

@@ -372,7 +372,7 @@ def _kashin(pairs: int, trained: bool = False) -> tuple[torch.Tensor, ...]:
     x = torch.randn(1024, generator=draw, dtype=torch.float64)
     if trained:
         x = rigs.quantization.load_minilm().layers[0].up.weight[0].double()
-    Q = quantization.rotation(len(x)).double()
+    Q = quantization.rotation(len(x), 0).double()
     return (x, Q, *quantization.kashin(x, Q, pairs))
 
 

@@ -540,7 +540,7 @@ def called(tokens, queries=4, n=2):
         q, k = torch.zeros(1, 2, queries, 4), torch.zeros(1, 2, tokens, 4)
         if queries != tokens:  # tests check shapes before the function itself does
             return over_ranks._laid_out(q, k, rank.comm("cp"), "zigzag")
-        return context_parallel.ring_attention(q, k, k, rank.comm("cp"))
+        return context_parallel.ring_attention(q, k, k, rank.comm("cp"), "zigzag")
 
     return lambda: ranks(n).run(program)
 

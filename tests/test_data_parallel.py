@@ -600,16 +600,16 @@ def test_a_bucket_leaves_while_others_are_computed(four):
                 ctx.comm.barrier()
             return gradient, None
 
-    def run(rank, overlap):
+    def run(rank, how):
         net, comm = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), rank.comm("dp")
-        replica = data_parallel.replicate(net, comm, bucket_bytes=80, overlap=overlap)
+        replica = data_parallel.replicate(net, comm, bucket_bytes=80, **how)
         replica.module = nn.Identity()
         for _ in range(2):
             replica(net[1](Mark.apply(net[0](torch.ones(1, 4)), comm))).sum().backward()
         return replica.timeline
 
-    for overlap in (True, False):
-        timelines = four.run(run, overlap)
+    for overlap, how in ((True, {}), (False, {"overlap": False})):
+        timelines = four.run(run, how)
         ops = [
             op
             for op, _ in itertools.groupby(event.op for event in four.trace.ranks[0])

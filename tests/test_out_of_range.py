@@ -145,7 +145,7 @@ TABLE = {
         forward=(2.5, "0+"), output=(3, "0"), interior=(3, "0"), gradient=(3, "0"),
     ),
     "checkpointing.Costs": row(
-        named(checkpointing.Costs, [checkpointing.Stage()]), input=(3, "0"), input_gradient=(3, "0")
+        named(checkpointing.Costs, [checkpointing.Stage(1, 1, 0)]), input=(3, "0"), input_gradient=(3, "0")
     ),
     "checkpointing.plan": row(named(checkpointing.plan, CHAIN), budget=(100, "0")),
     "collectives.sent": row(
@@ -405,7 +405,7 @@ TIRED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: flash.traffic("flash-2", s=10**6, d=64), ValueError, "1000000 × 1000000 scores, 128 × 128 to a tile, are 61,042,969: at most"),
     (lambda: data_parallel.sampler(10**9, 0, 2), ValueError, "length is 1,000,000,000: at most 100,000,000 can be written down: draw from a shard"),
     (lambda: pipeline.cut(dataclasses.replace(MODEL, num_layers=10**9), 10**8), ValueError, "to cut 1000000000 layers are 90,000,000,200,000,000: at most"),
-    (lambda: checkpointing.Costs([3]), TypeError, "Costs, for each stage, takes a Stage, got 3"),
+    (lambda: checkpointing.Costs([3], 0), TypeError, "Costs, for each stage, takes a Stage, got 3"),
     (lambda: data_parallel.buckets(None), TypeError, "buckets takes an Iterable, got None"),
     (lambda: Timeline(None), TypeError, "Timeline takes a Sequence, got None"),
     (lambda: Timeline([None]), TypeError, "the list of a Timeline takes a Span, got None"),
@@ -459,7 +459,7 @@ TIRED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: quantization.hessian(LOGITS, damping=-1), ValueError, "damping must be a finite number of at least 0, got -1"),
     (lambda: quantization.kashin(torch.ones(4), torch.eye(4), -1), ValueError, "pairs must be at least 0, got -1"),
     (lambda: quantization.keeping(-1, abs), ValueError, "count must be at least 0, got -1"),
-    (lambda: quantization.rotation(0), ValueError, "h must be at least 1, got 0"),
+    (lambda: quantization.rotation(0, 0), ValueError, "h must be at least 1, got 0"),
     (lambda: quantization.tile_amax(LOGITS, (0, 1)), ValueError, "a side of tile must be at least 1, got 0"),
     (lambda: quantization.Int8Linear(torch.nn.Linear(2, 2), math.nan), ValueError, "limit must be a finite number of at least 0, got nan"),
     (lambda: quantization.Adam8(NET.parameters(), smallest=None), TypeError, "smallest must be a whole number, got None"),
@@ -485,7 +485,7 @@ TIRED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: schedule.simulate(schedule.gpipe(2, 2)).busy(-1), ValueError, "rank must be at least 0, got -1"),
     (lambda: schedule.gpipe(2, 2).peak(2), ValueError, "rank=2 is none of p=2: use 0 … 1"),
     (lambda: schedule.bubble("gpipe", 2, 2, 3), TypeError, "bubble takes a Durations, got 3"),
-    (lambda: schedule.Board(None), TypeError, "Board takes a Schedule, got None"),
+    (lambda: schedule.Board(None, None), TypeError, "Board takes a Schedule, got None"),
     (lambda: schedule.whole_step(None, []), TypeError, "whole_step takes a Schedule, got None"),
     (lambda: schedule.whole_step(schedule.gpipe(2, 2), []), ValueError, "gpipe has 2 stages, got the work of 0: give seconds of F and B for each"),
     (lambda: pipeline.keep(GPT(MODEL), schedule.gpipe(2, 2), 9), ValueError, "rank=9 is none of p=2: use 0 … 1"),
@@ -514,7 +514,7 @@ PLAIN: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: precision.cross_entropy(LOGITS, torch.tensor([0]), "bf16"), ValueError, "a target for each row of logits, got (1,) for logits (2, 3)"),
     (lambda: quantization.from_nf4(None, (64,), torch.float32), TypeError, "from_nf4 takes a Tensor, got None"),
     (lambda: quantization.quantized_bytes(None, "int8"), TypeError, "quantized_bytes takes a tuple, got None"),
-    (lambda: quantization.Int8Linear(None), TypeError, "Int8Linear takes a Linear, got None"),
+    (lambda: quantization.Int8Linear(None, None), TypeError, "Int8Linear takes a Linear, got None"),
     (lambda: precision.kahan_sum(None, "bf16"), TypeError, "a sum takes a Tensor, got None"),
     (lambda: randomness.dropout(None, 0.1), TypeError, "dropout takes a Tensor, got None"),
 ]  # fmt: skip

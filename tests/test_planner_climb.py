@@ -78,8 +78,6 @@ def test_starts_are_of_a_cluster_however_small():
         climb.start_of(asked, tp=2, pp=2)
     with pytest.raises(ValueError, match="tp must be at least 1, got 0"):
         climb.start_of(asked, tp=0)
-    with pytest.raises(ValueError, match="width must be at least 1, got 0"):
-        climb.several(asked, asking(asked)[0], 0)
 
 
 def test_it_recomputes_where_nothing_else_helps():

@@ -124,13 +124,13 @@ def test_links_between_nodes_by_hand():
         (dict(dp=8, ep=8), {}),
         (dict(tp=2, dp=16, ep=8), dict(ep=4 * apart / 7, dp=apart / 4)),
     ):
-        found = cluster.slowness(planner.Plan(**axes).column())
+        found = cluster.slowness(planner.Plan(**axes).column(), whole_heads=True)
         # Those of experts are as far apart as ep has ranks, and each of these rings is on its own.
         assert (found.pop("edp") > 1) == (planner.Plan(**axes).replicas * axes.get("tp", 1) > 8)
         usual = dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 1.0)
         usual["pp"] = apart if planner.Plan(**axes).gpus > 8 else 1.0  # from node to node
         assert {name: n.item() for name, n in found.items()} == pytest.approx(usual | slow), axes
-    assert cluster.slowness(planner.Plan(tp=2, dp=16, ep=4))["edp"] == apart / 2
+    assert cluster.slowness(planner.Plan(tp=2, dp=16, ep=4), whole_heads=True)["edp"] == apart / 2
     ring = cluster.slowness(planner.Plan(tp=4, cp=4, dp=2).column(), whole_heads=False)
     assert ring["cp"].item() == apart
 

@@ -540,6 +540,8 @@ WRONG_SIZES = [
     (lambda: schedule.peak_in_flight("interleaved", 4, 8, chunks=0), "chunks must be at least 1"),
     (lambda: schedule.gpipe(4, 10**7), "operations of p=4 and m=10000000 are 80,000,000: at most"),
     (lambda: schedule.one_f_one_b(10**9, 10**9), "at most 10,000,000 can be written down: take"),
+    (lambda: schedule.eager_one_f_one_b(4, 10**7), "m=10000000 are 80,000,000: at most"),
+    (lambda: schedule.interleaved(4, 10**7), "m=10000000 are 160,000,000: at most"),
     (lambda: schedule.zb_auto(10**9, 10**9, 10**9), "can be written down"),
     (lambda: schedule.zb_v(10**4, 10**4), "can be written down"),
     (lambda: schedule.dualpipe(10**4, 10**5), "can be written down"),

@@ -13,15 +13,19 @@ from torch import nn
 from labutils import (
     checkpointing,
     collectives,
+    context_parallel,
+    data_parallel,
     expert_parallel,
     flash,
     floats,
     measure,
     memory,
     model,
+    pipeline,
     planner,
     precision,
     quantization,
+    schedule,
     timeline,
     units,
     world,
@@ -31,6 +35,9 @@ from labutils.config import Link, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.teach import plots
 
+EXPERTS = ModelConfig(
+    num_layers=1, d_model=8, num_heads=2, d_ff=16, vocab_size=8, seq_len=8, num_experts=2, top_k=1
+)
 TINY = ModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=16, vocab_size=8, seq_len=64)
 
 
@@ -71,6 +78,9 @@ def test_a_recipe_says_how_its_steps_come_about_and_whether_the_batch_is_what_wa
     said = {choice.what: choice.reason for choice in recipe.choices}
     assert said["accumulation steps"] == "1,024 / (2 · 128)"
     assert said["tokens in a batch"] == "what you asked for"
+    rows = zip(recipe.choices, str(recipe).splitlines(), strict=True)
+    begins = {len(row) - len(choice.reason) for choice, row in rows}
+    assert len(begins) == 1  # reasons stand below each other
     more = planner.configure(target=4_194_303, seq_len=4096, gpus=128, fits=fits)
     assert more.choices[0].reason.startswith("the closest to 4,194,303")
 
@@ -330,6 +340,8 @@ def test_a_tile_as_large_as_the_cache_is_taken():
     ]  # fmt: skip
 
 
+HEADS = torch.randn(1, 2, 6, 4, generator=torch.Generator().manual_seed(0))
+WORDLY = model.GPT(TINY)
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 WORDS = torch.tensor([1, 0, 7, 3, 3, 2])
 
@@ -384,6 +396,9 @@ MADE = {
     "packed codes": lambda: quantization.pack_codes(WORDS, 3),
     "unpacked codes": lambda: quantization.unpack_codes(WORDS.byte(), 3, 8),
     "blocks of floats": lambda: quantization.quantize(X, "mxfp4").dequantize(),
+    "attention": lambda: model.attend_plain(HEADS, HEADS, HEADS),
+    "places of tokens": lambda: WORDLY(WORDS[None]),
+    "a softmax in bf16": lambda: precision.cross_entropy(X, WORDS, "bf16"),
     "places in a queue": lambda: expert_parallel.route(X, 2, capacity=1).order,
 }
 
@@ -394,3 +409,63 @@ def test_what_is_made_lies_where_its_inputs_do(make):
     with torch.device("meta"):
         found = make()
     assert torch.equal(found, make())
+
+
+def of_a_ring(comm, where):
+    heads = HEADS.clone().requires_grad_()
+    with torch.device(where):
+        context_parallel.ring_attention(heads, heads, heads, comm).sum().backward()
+    return heads.grad
+
+
+def of_a_router(comm, where):
+    net = model.GPT(EXPERTS)
+    with torch.device(where):
+        spread = expert_parallel.spread_experts(net, comm, biased=True)
+    spread(WORDS[None])
+    expert_parallel.update_bias(spread, comm)
+    return torch.cat([bias for name, bias in spread.named_buffers() if name.endswith("bias")])
+
+
+def of_a_norm(comm, where):
+    weight = nn.Parameter(X.clone())
+    weight.grad, weight.shares = X.clone(), 1
+    with torch.device(where):
+        zero.clip_grad_norm([weight], comm, 1.0)
+    return weight.grad
+
+
+def of_a_share(comm, where):
+    with torch.device(where):
+        comm.barrier()
+        return torch.as_tensor(data_parallel.share(comm.rank + 1, comm), device="cpu")
+
+
+def of_a_scaler(comm, where):
+    weight = nn.Parameter(X.clone())
+    weight.grad = X.clone()
+    scaler = precision.LossScaler(comm=comm)
+    with torch.device(where):
+        scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
+    return weight.grad
+
+
+def of_a_pipeline(comm, where):
+    order = schedule.one_f_one_b(2, 2)
+    stages = pipeline.local(pipeline.split(model.GPT(TINY), 2, (1, 0)), order, comm.rank)
+    with torch.device(where):
+        pipeline.run(stages, order, comm, [(WORDS[None], WORDS[None])] * 2)
+    return torch.cat([p.grad.flatten() for p in stages.parameters()])
+
+
+RANKS_MAKE = (of_a_ring, of_a_router, of_a_norm, of_a_share, of_a_scaler, of_a_pipeline)
+
+
+@pytest.mark.parametrize("make", RANKS_MAKE)
+def test_what_ranks_make_lies_where_their_inputs_do(make):
+    with world.World(2) as two:
+        found, wanted = (
+            two.run(lambda rank, where: make(rank.comm("dp"), where), where)
+            for where in ("meta", "cpu")
+        )
+    assert all(map(torch.equal, found, wanted))

@@ -22,7 +22,7 @@ def star(n: int, nbytes: int = 100) -> Trace:
 
 
 def test_an_event_that_says_no_more_moves_nothing_and_happens_once():
-    event, message = Event("wait"), Message("ring", "dp", 0, 1, 8)
+    event, message = Event("wait"), Message("ring", "dp", 0, 1, 8, 0, 0)
     assert (event.axis, event.to, event.source) == ("", None, None)
     assert (event.sent, event.received, event.count) == (0, 0, 1)
     assert (message.start, message.end) == (0, 0)

@@ -1065,7 +1065,7 @@ def test_processes_start_where_the_path_of_temporary_files_is_long(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(long)}
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert ended.stdout == "[rank 0] Rank(0 of 1)\n[None]\n", ended.stderr
+    assert ended.stdout == "[rank 0] Rank(0 of 1)\n[None]\n" and not ended.stderr, ended.stderr
     assert not list(long.iterdir())
 
 

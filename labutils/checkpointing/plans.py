@@ -41,9 +41,9 @@ class Stage:
     gradient: bytes of its output's gradient; as many as the output, unless said otherwise
     """
 
-    forward: Cost = 1
-    output: int = 1
-    interior: int = 0
+    forward: Cost
+    output: int
+    interior: int
     gradient: int = _AS_OUTPUT
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Costs:
     """
 
     stages: Sequence[Stage]
-    input: int = 0
+    input: int
     input_gradient: int = 0
 
     def __post_init__(self) -> None:

@@ -107,8 +107,8 @@ def share_tokens(
     module: GPT,
     comm: Comm,
     *,
-    attention: str = "ring",
-    kind: str = "zigzag",
+    attention: str,
+    kind: str,
     block: int | None = None,
 ) -> GPT:
     """The GPT, changed in place so that it takes this rank's tokens of each sequence, with their

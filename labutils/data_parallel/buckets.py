@@ -19,7 +19,7 @@ class Bucket:
 
     names: tuple[Any, ...]
     sizes: tuple[int, ...]
-    itemsize: int = 4
+    itemsize: int
 
     @property
     def nbytes(self) -> int:

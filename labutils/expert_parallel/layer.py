@@ -121,9 +121,9 @@ class ExpertParallel(nn.Module):
         self,
         whole: MixtureOfExperts,
         comm: Comm,
-        score: str = "softmax",
-        capacity_factor: float | None = None,
-        biased: bool = False,
+        score: str,
+        capacity_factor: float | None,
+        biased: bool,
     ) -> None:
         super().__init__()
         E = len(whole.experts)

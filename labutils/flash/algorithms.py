@@ -128,7 +128,7 @@ class Tiling:
     s_k: int
     block_q: int
     block_k: int
-    offset: int | None = None
+    offset: int | None
 
     def __post_init__(self) -> None:
         tiles = -(-self.s_q // self.block_q) * -(-self.s_k // self.block_k)

@@ -52,7 +52,7 @@ class RankRun:
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     in_flight: tuple[int, ...]
-    versions: int = 1
+    versions: int
 
 
 def run(

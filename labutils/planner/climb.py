@@ -89,11 +89,11 @@ def climb(job: Job, ask: Ask, start: Plan, recompute: Sequence[int] = ALL) -> li
         path.append(best)
 
 
-def several(job: Job, ask: Ask, width: int = 8) -> Plan:
-    """The best plan of climbs from four starts: plain data parallelism, and `width` ranks of
-    tensor, context and pipeline parallelism. Nothing is computed again where a plan fits without.
+def several(job: Job, ask: Ask) -> Plan:
+    """The best plan of climbs from four starts: plain data parallelism, and eight ranks of tensor,
+    context and pipeline parallelism. Nothing is computed again where a plan fits without.
     """
-    width = min(units.whole(width, "width", 1), job.cluster.gpus)
+    width = min(8, job.cluster.gpus)
     experts = {"ep": min(width, job.model.num_experts)} if job.model.num_experts > 1 else {}
     found = []
     for degrees in ({}, {"tp": width}, {"cp": width}, {"pp": width}):

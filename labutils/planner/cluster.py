@@ -49,7 +49,7 @@ class Cluster:
         """Bytes that a plan may allocate on a device."""
         return self.device.memory * (1 - self.reserve)
 
-    def slowness(self, p: Plan, whole_heads: Numbers = True) -> dict[str, Numbers]:
+    def slowness(self, p: Plan, whole_heads: Numbers) -> dict[str, Numbers]:
         """By axis: how many times longer a byte takes than on links within a node.
 
         A collective's ring that leaves its node takes all the links that the node has for it; a

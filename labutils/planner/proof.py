@@ -31,7 +31,7 @@ def shorter(plan: Plan, stage: int) -> Plan:
     return replace(plan, micro_batches=min(plan.micro_batches, plan.pp - stage + 2))
 
 
-def dry(model: ModelConfig, plan: Plan, stage: int = 0) -> Diff:
+def dry(model: ModelConfig, plan: Plan, stage: int) -> Diff:
     """What the formulas of stack "course" say of a rank of the pipeline against a dry run of it, in
     bytes: weights, gradients, optimizer, and activations at their most. What only lives for a
     moment is in `predict.peak`.

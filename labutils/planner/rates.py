@@ -100,10 +100,10 @@ class MeasuredStep:
     peaks: tuple[float | None, float | None] = (None, None)
 
 
-def measured(path: str = "measured_b200.csv") -> list[MeasuredStep]:
-    """The runs of a table in `data`: Megatron-LM on eight B200."""
+def measured() -> list[MeasuredStep]:
+    """The runs of `data/measured_b200.csv`: Megatron-LM on eight B200."""
     found = []
-    with open(DATA / path, newline="", encoding="utf-8") as text:
+    with open(DATA / "measured_b200.csv", newline="", encoding="utf-8") as text:
         for row in csv.DictReader(text):
             known = "llama-3.1-70b" if row["model"] == "llama3-70b" else "deepseek-v2"
             cut: dict = {"num_layers": int(row["layers"]), "seq_len": int(row["seq"])}

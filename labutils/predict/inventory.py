@@ -29,10 +29,10 @@ class Weight:
     width: int
     part: str
     style: str
-    alike: int = 1
-    stages: tuple[int, ...] = ()
-    trained: bool = True
-    axes: tuple[str, ...] = OTHERS
+    alike: int
+    stages: tuple[int, ...]
+    trained: bool
+    axes: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:

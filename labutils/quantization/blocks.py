@@ -17,7 +17,7 @@ from labutils.quantization.tiles import quantize
 
 
 @functools.cache
-def hadamard(n: int = 16) -> Float[Tensor, "n n"]:
+def hadamard(n: int) -> Float[Tensor, "n n"]:
     """The orthogonal matrix of entries ±1/√n in fp64. Raises ValueError where n is no power of two.
 
     >>> hadamard(2).mul(2**0.5).round().tolist()

@@ -70,7 +70,7 @@ def keeping(count: int, inner: RoundTrip) -> RoundTrip:
     return round_trip
 
 
-def rotated(inner: RoundTrip, seed: int = 0) -> RoundTrip:
+def rotated(inner: RoundTrip, seed: int) -> RoundTrip:
     """A round trip in another basis: x·R is rounded, and turned back by Rᵀ. With one R for a weight
     and for what it is multiplied with, (x·R)(W·R)ᵀ = x·Wᵀ: in earnest nothing is turned back.
     """
@@ -83,7 +83,7 @@ def rotated(inner: RoundTrip, seed: int = 0) -> RoundTrip:
 
 
 @functools.cache
-def rotation(h: int, seed: int = 0) -> Float[Tensor, "h h"]:
+def rotation(h: int, seed: int) -> Float[Tensor, "h h"]:
     """A random orthogonal matrix."""
     h = units.whole(h, "h", 1)
     draw = torch.Generator().manual_seed(seed)
@@ -121,7 +121,7 @@ class Int8Linear(nn.Module):
     w: Tensor
     w_scale: Tensor
 
-    def __init__(self, linear: nn.Linear, limit: float | None = None) -> None:
+    def __init__(self, linear: nn.Linear, limit: float | None) -> None:
         super().__init__()
         units.instance(linear, nn.Linear, "Int8Linear")
         if limit is not None:

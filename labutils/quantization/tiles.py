@@ -182,7 +182,7 @@ def _affine(tiles: Tensor, fmt: IntFormat) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _floats(
-    tiles: Tensor, fmt: BlockFormat, generator: torch.Generator | None = None
+    tiles: Tensor, fmt: BlockFormat, generator: torch.Generator | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Codes and scales of `floats.BlockFormat.encode`; NVFP4 has one more scale for the tensor."""
     largest, parts = tiles.abs().amax(1), {}

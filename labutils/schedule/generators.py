@@ -43,7 +43,7 @@ def spell(
     say: Callable[[int], Sentence],
     streams: Callable[[list[int]], dict[str, Iterator[Op]]],
     *,
-    split: bool = False,
+    split: bool,
 ) -> Schedule:
     """The schedule in which each rank runs the operations that its letters stand for.
 

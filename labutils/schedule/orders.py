@@ -171,7 +171,7 @@ def read(text: str, name: str = "yours") -> Schedule:
 class Board:
     """A schedule of which some operations are done: says why a next move is illegal."""
 
-    def __init__(self, schedule: Schedule, cap: int | None = None) -> None:
+    def __init__(self, schedule: Schedule, cap: int | None) -> None:
         units.instance(schedule, Schedule, "Board")
         self.schedule = schedule
         self.cap = cap

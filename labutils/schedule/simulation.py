@@ -96,7 +96,7 @@ class PipelineRun(clock.Played):
     @property
     def makespan(self) -> float:
         """Time until the last rank is done, when updates wait for all."""
-        return self.flushed + max(self.updates, default=0)
+        return self.flushed + max(self.updates)
 
     @property
     def flushed(self) -> float:

@@ -107,7 +107,7 @@ class Failure:
     """
 
     links: tuple[tuple[str, tuple[tuple[Site, str], ...], str], ...]
-    error: WorldError | None = None
+    error: WorldError | None
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:

@@ -38,7 +38,7 @@ class FlatParameter:
         sharded: bool,
         param_dtype: torch.dtype | None = None,
         shard_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None,
     ) -> None:
         data_parallel.check_alike(parameters, comm)
         self.comm = comm
@@ -108,7 +108,7 @@ class FlatParameter:
         """Whether memory is held for the whole."""
         return self.whole.untyped_storage().nbytes() > 0
 
-    def gather(self, async_op: bool = False) -> Any:
+    def gather(self, *, async_op: bool) -> Any:
         """Every rank's shard, in `whole`: memory now, values when the Work of async_op is done."""
         if not self.resident:
             self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())

@@ -437,7 +437,7 @@ class _Run:
             if hasattr(optimizer, "publish"):  # what computes, of what is stepped
                 optimizer.publish()
             for flat in optimizer.flats if isinstance(optimizer, Optimizer) else ():
-                flat.gather()
+                flat.gather(async_op=False)
 
 
 def _plain(key: str, value: Any) -> bool:
