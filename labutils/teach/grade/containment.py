@@ -1,9 +1,10 @@
 """A process that can do little harm, and is ended with all that it started.
 
 What the system offers is used. Everywhere: limits of the process, and what `ps` or /proc tells of
-it and of those that it started. On Linux, without an administrator: name spaces (a view of its own of processes, network and mounted files, these
-read-only) and Landlock (which files it may open). It is no jail for determined attackers: against
-those, run the grader in a container or a virtual machine of its own.
+it and of those that it started. On Linux, without an administrator: name spaces (a view of its own
+of processes, network and mounted files, these read-only) and Landlock (which files it may open).
+It is no jail for determined attackers: against those, run the grader in a container or a virtual
+machine of its own.
 """
 
 import contextlib
