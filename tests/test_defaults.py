@@ -456,6 +456,10 @@ TABLE = {
         lambda **o: stepped_half(**o), dict(fp32_gradients=(False, True)),
     ),
     quantization.hessian: (lambda **o: quantization.hessian(X, **o), dict(damping=(0.01, 0.1))),
+    quantization.rotated: (
+        lambda **o: quantization.rotated(quantization.rounding("int4"), **o)(X),
+        dict(seed=(0, 1)),
+    ),
     quantization.error_feedback: (
         lambda **o: quantization.error_feedback(X, quantization.hessian(X), "int4", **o),
         dict(granularity=("row", "tensor")),

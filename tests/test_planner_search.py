@@ -105,7 +105,7 @@ def test_405b_on_16384_gpus():
     assert planner.why(found, theirs).startswith("does not fit: rank 1 of the pipeline needs 8")
     more = planner.sensitivity(found)
     assert 0.02 < more["products + 10 %"] < 0.1 and all(share >= 0 for share in more.values())
-    assert more["links between nodes + 10 %"] > 0
+    assert more["links between nodes + 10 %"] == pytest.approx(0.00435, rel=0.01)
     assert more["1 node more"] == 0  # 2,049 = 3 · 683 nodes divide nothing
     known = replace(ModelConfig.named("llama-3.1-8b"), seq_len=8192)
     large = planner.search(replace(job(known), batch_tokens=2**22))

@@ -70,7 +70,7 @@ def keeping(count: int, inner: RoundTrip) -> RoundTrip:
     return round_trip
 
 
-def rotated(inner: RoundTrip, seed: int) -> RoundTrip:
+def rotated(inner: RoundTrip, seed: int = 0) -> RoundTrip:
     """A round trip in another basis: x·R is rounded, and turned back by Rᵀ. With one R for a weight
     and for what it is multiplied with, (x·R)(W·R)ᵀ = x·Wᵀ: in earnest nothing is turned back.
     """
