@@ -638,7 +638,7 @@ print(f"{busy / alike:.2f} times as long")
 # %% [markdown]
 # **What counts is the busiest *rank*,** and several experts on one rank even out. In the first picture expert 4 has 3.4 times an expert's mean. But its rank, with experts 4 and 5, has only twice a rank's.
 #
-# That rank also keeps twice the rows for its backward pass, so it runs out of memory first. In the pass above it has 8,192 rows more. One of Mixtral's experts keeps h + 4f numbers per row, 123 kB in bf16, so this rank keeps 1.0 GB more per layer.
+# That rank also keeps twice the rows for its backward pass, so it runs out of memory first. In the pass with one expert per rank, the busy one has 8,192 rows more. One of Mixtral's experts keeps h + 4f numbers per row, 123 kB in bf16: 1.0 GB more per layer.
 #   <!-- claim: (lambda m: [2 * (m.d_model + 4 * m.d_ff), round(8192 * 2 * (m.d_model + 4 * m.d_ff) / 1e9, 1)])(config.ModelConfig.named("mixtral-8x7b")) == [122880, 1.0] -->
 
 # %% [markdown]
@@ -665,7 +665,8 @@ explore(
 )
 
 # %% [markdown]
-# Two halves hide 43 % at 4,096 and 49 % at 14,336: half is their limit. With three times the share the pass takes three times as long.
+# Two halves hide 43 % at 4,096 and 49 % at 14,336. Half is their limit, reached where an expert computes as long as its rows travel one way; latency takes the last percent. With three times the share the pass takes 2.8 to 3.0 times as long between nodes, and 2.3 to 3.0 times at 360 GB/s.
+#   <!-- claim: (lambda play: [[round(100 * (1 - play(40, f, 2, 1).exposed / play(40, f, 1, 1).exposed)) for f in (4096, 14336)], *([round(pick(play(bw, f, c, 3).makespan / play(bw, f, c, 1).makespan for f in (1024, 2048, 4096, 14336) for c in (1, 2, 4)), 1) for pick in (min, max)] for bw in (40, 360))])(lambda bw, f, c, times: expert_parallel.routed_timeline(__import__("dataclasses").replace(config.ModelConfig.named("mixtral-8x7b"), num_layers=1, d_ff=f), [[1024 * times, *[(8192 - 1024 * times) // 7] * 7]] * 8, flops=config.Hardware.named("H100").rate(), link=config.Link(5e-6, bw * 1e9), chunks=c)) == [[43, 49], [2.8, 3.0], [2.3, 3.0]] -->
 
 # %% [markdown]
 # ## Further: which gradients does this step get wrong?
