@@ -443,7 +443,7 @@ for mean in (64, 4096):
         print(f"{mean:5} visits, c = {c:4}: {over:6.2%} dropped")
 
 # %% [markdown]
-# **At c = 1, chance alone drops about 0.35/√mean of the visits.** The visits of an expert scatter with a standard deviation of √(3/4 · mean), or 0.87·√mean, since a token chooses it with a chance of 1/4. Dropped is what is above the mean: 0 for an expert below it, and on average 1/√(2π) = 0.4 standard deviations, or 0.35·√mean visits.
+# **At c = 1, with two experts of eight, chance alone drops about 0.35/√mean of the visits.** The visits of an expert scatter with a standard deviation of √(3/4 · mean), or 0.87·√mean, since a token chooses it with a chance of 1/4. Dropped is what is above the mean: 0 for an expert below it, and on average 1/√(2π) = 0.4 standard deviations, or 0.35·√mean visits.
 #
 # So where a rank has few tokens, the extra quarter of room at c = 1.25 is for chance. Where it has many, it is for what the router has not learned. A busiest expert with 1.3 times the mean alone drops (1.3 − 1)/8 = 3.8 % of all visits at c = 1, and (1.3 − 1.25)/8 = 0.6 % at 1.25.
 #   <!-- arithmetic: [round(100 * (1.3 - c) / 8, 1) for c in (1, 1.25)] == [3.8, 0.6] -->
