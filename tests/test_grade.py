@@ -198,7 +198,7 @@ def _forks(send, out_of_reach):
 
 def _fills(send, out_of_reach):
     kept = []
-    while len(kept) < 50:
+    while len(kept) < 120:  # more by far than the libraries that its parent has read and it has not
         kept.append(b"x" * 10_000_000)
     time.sleep(1e6)
 

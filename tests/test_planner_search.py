@@ -46,7 +46,7 @@ def test_the_winner_is_that_of_brute_force(model, stack):
     asked = replace(asked, cluster=replace(asked.cluster, nodes=1, gpus_per_node=4))
     found, every = planner.search(asked), list(brute(asked))
     listed = [found.plans[i] for i in range(len(found))]
-    assert len(set(listed)) == len(listed) and set(listed) == set(every) and len(every) > 300
+    assert len(set(listed)) == len(listed) and set(listed) == set(every) and len(every) > 200
     some = np.random.default_rng(0).choice(len(every), 40)
     for i in some:  # one at a time as in columns
         alone = planner.estimate(asked, listed[i])
@@ -60,8 +60,9 @@ def test_the_winner_is_that_of_brute_force(model, stack):
 @pytest.mark.parametrize("model", [SMALL, replace(SMALL, tied=True), replace(MIXTURE, tied=True)])
 def test_the_courses_own_step_takes_every_plan_that_is_found_for_it(model):
     found = planner.search(job(model, stack="course"))
-    tied = (found.plans.zero == 3) & (found.plans.pp > 1)
-    assert tied.any() != model.tied
+    assert set(found.plans.zero) == {0, 1}
+    whole = replace(found.plans[0], pp=1, dp=16, cp=1, tp=1, ep=1, micro_batches=2, zero=3, schedule=0, chunks=1)
+    assert "zero=3 holds whole layers for a moment" in plans.illegal(job(model, stack="course"), whole)
     for i in np.random.default_rng(2).choice(len(found), 150, replace=False):
         plan = found.plans[int(i)]
         step.check_plan(model, plan.train(model), plan.mesh)

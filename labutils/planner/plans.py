@@ -31,7 +31,7 @@ class Job:
     batch_tokens: of a global batch, which is rounded to whole sequences of model.seq_len
     tokens: of the whole training
     stack: whose memory is counted, and who computes again: "megatron", or "course", without what
-        lives only for a moment. With ZeRO 2 and 3 that is much: ask `predict.peak`
+        lives only for a moment. With ZeRO 2 and 3 that is much, and refused
     rates: what devices reach; `Rates.of` the device unless given
     """
 
@@ -100,8 +100,8 @@ def rules(job: Job, p: Plan) -> Iterator[tuple[Numbers, str]]:
     gathers = "zb_h1 splits backward passes, and zero=3 gathers weights for whole ones"
     yield split & (p.zero == 3), gathers
     yield split & (job.stack == "megatron"), "Megatron-LM has no zb_h1"
-    tied = (p.zero == 3) & (p.pp > 1) & (model.tied & (job.stack == "course"))
-    yield tied, "zero=3 would cut a tied embedding differently in the first and the last stage"
+    moment = "zero={q.zero} holds whole layers for a moment, uncounted here: ask predict.peak"
+    yield (p.zero > 1) & (job.stack == "course"), moment
 
 
 def illegal(job: Job, plan: Plan) -> str:

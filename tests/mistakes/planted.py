@@ -798,7 +798,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("np.where(self.fits, self.seconds, np.inf)", "self.seconds"),
         ("yield split & (p.zero == 3), gathers", "yield split & (p.zero == 2), gathers"),
         ("yield p.replicas % p.ep != 0,", "yield p.dp % p.ep != 0,"),
-        ("tied = (p.zero == 3) & (p.pp > 1)", "tied = (p.zero > 3) & (p.pp > 1)"),
+        ("(p.zero > 1) & (job.stack", "(p.zero > 2) & (job.stack"),
         ("return fit[np.lexsort(keys)]", "return fit[np.argsort(seconds)]"),
         ("known.num_sparse * idle", "model.num_layers * idle"),
         ("1.1 * job.cluster.between", "job.cluster.between"),
