@@ -30,6 +30,7 @@ from labutils.model import GPT
 from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
+from labutils.timeline import Timeline
 from labutils.world import World
 
 # %% [markdown]
@@ -588,7 +589,7 @@ def layer(link, f=14336, counts=None, chunks=1):
 
 def two(timeline):
     """Two of the eight ranks: all eight look alike, or like one of these."""
-    return type(timeline)(tuple(span for span in timeline.spans if span.rank < 2))
+    return Timeline(tuple(span for span in timeline.spans if span.rank < 2))
 
 
 plots.overlap(
