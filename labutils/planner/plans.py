@@ -30,8 +30,8 @@ class Job:
 
     batch_tokens: of a global batch, which is rounded to whole sequences of model.seq_len
     tokens: of the whole training
-    stack: whose memory is counted, and who computes again: "megatron", or "course", of whose step
-        what lives for a moment is not in it. With ZeRO 2 and 3 that is much, and refused
+    stack: whose memory is counted, and who computes again: "megatron", or "course", without what
+        lives only for a moment. With ZeRO 2 and 3 that is much, and refused
     rates: what devices reach; `Rates.of` the device unless given
     """
 

@@ -30,6 +30,7 @@ from labutils.model import GPT
 from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
+from labutils.timeline import Timeline
 from labutils.world import World
 
 # %% [markdown]
@@ -443,7 +444,7 @@ for mean in (64, 4096):
         print(f"{mean:5} visits, c = {c:4}: {over:6.2%} dropped")
 
 # %% [markdown]
-# **At c = 1, chance alone drops about 0.35/√mean of the visits.** The visits of an expert scatter with a standard deviation of √(3/4 · mean), or 0.87·√mean, since a token chooses it with a chance of 1/4. Dropped is what is above the mean: 0 for an expert below it, and on average 1/√(2π) = 0.4 standard deviations, or 0.35·√mean visits.
+# **At c = 1, with two experts of eight, chance alone drops about 0.35/√mean of the visits.** The visits of an expert scatter with a standard deviation of √(3/4 · mean), or 0.87·√mean, since a token chooses it with a chance of 1/4. Dropped is what is above the mean: 0 for an expert below it, and on average 1/√(2π) = 0.4 standard deviations, or 0.35·√mean visits.
 #
 # So where a rank has few tokens, the extra quarter of room at c = 1.25 is for chance. Where it has many, it is for what the router has not learned. A busiest expert with 1.3 times the mean alone drops (1.3 − 1)/8 = 3.8 % of all visits at c = 1, and (1.3 − 1.25)/8 = 0.6 % at 1.25.
 #   <!-- arithmetic: [round(100 * (1.3 - c) / 8, 1) for c in (1, 1.25)] == [3.8, 0.6] -->
@@ -588,7 +589,7 @@ def layer(link, f=14336, counts=None, chunks=1):
 
 def two(timeline):
     """Two of the eight ranks: all eight look alike, or like one of these."""
-    return type(timeline)(tuple(span for span in timeline.spans if span.rank < 2))
+    return Timeline(tuple(span for span in timeline.spans if span.rank < 2))
 
 
 plots.overlap(
@@ -638,7 +639,7 @@ print(f"{busy / alike:.2f} times as long")
 # %% [markdown]
 # **What counts is the busiest *rank*,** and several experts on one rank even out. In the first picture expert 4 has 3.4 times an expert's mean. But its rank, with experts 4 and 5, has only twice a rank's.
 #
-# That rank also keeps twice the rows for its backward pass, so it runs out of memory first. In the pass above it has 8,192 rows more. One of Mixtral's experts keeps h + 4f numbers per row, 123 kB in bf16, so this rank keeps 1.0 GB more per layer.
+# That rank also keeps twice the rows for its backward pass, so it runs out of memory first. In the pass with one expert per rank, the busy one has 8,192 rows more. One of Mixtral's experts keeps h + 4f numbers per row, 123 kB in bf16: 1.0 GB more per layer.
 #   <!-- claim: (lambda m: [2 * (m.d_model + 4 * m.d_ff), round(8192 * 2 * (m.d_model + 4 * m.d_ff) / 1e9, 1)])(config.ModelConfig.named("mixtral-8x7b")) == [122880, 1.0] -->
 
 # %% [markdown]
@@ -665,7 +666,8 @@ explore(
 )
 
 # %% [markdown]
-# Two halves hide 43 % at 4,096 and 49 % at 14,336: half is their limit. With three times the share the pass takes three times as long.
+# Two halves hide 43 % at 4,096 and 49 % at 14,336. Half is their limit, reached where an expert computes as long as its rows travel one way; latency takes the last percent. With three times the share the pass takes 2.8 to 3.0 times as long between nodes, and 2.3 to 3.0 times at 360 GB/s.
+#   <!-- claim: (lambda play: [[round(100 * (1 - play(40, f, 2, 1).exposed / play(40, f, 1, 1).exposed)) for f in (4096, 14336)], *([round(pick(play(bw, f, c, 3).makespan / play(bw, f, c, 1).makespan for f in (1024, 2048, 4096, 14336) for c in (1, 2, 4)), 1) for pick in (min, max)] for bw in (40, 360))])(lambda bw, f, c, times: expert_parallel.routed_timeline(__import__("dataclasses").replace(config.ModelConfig.named("mixtral-8x7b"), num_layers=1, d_ff=f), [[1024 * times, *[(8192 - 1024 * times) // 7] * 7]] * 8, flops=config.Hardware.named("H100").rate(), link=config.Link(5e-6, bw * 1e9), chunks=c)) == [[43, 49], [2.8, 3.0], [2.3, 3.0]] -->
 
 # %% [markdown]
 # ## Further: which gradients does this step get wrong?

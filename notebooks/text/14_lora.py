@@ -405,8 +405,8 @@ print("width 64: time falls less than the FLOPs:", falls_less[64])
 # %% [markdown]
 # In the narrow model LoRA may even take longer than full fine-tuning. In the wide one its time comes nearer to its FLOPs. On GPT-3 the paper has 43.1 tokens per second and GPU with LoRA, and 32.5 with full fine-tuning (section 4.2). So LoRA takes 75 % of the time.
 #
-# Over NF4 each weight is also made whole twice per step, forward and backward, and a third time with recomputation. That reads 0.5 and writes 2 bytes per weight: for Llama-2-7B's layers 16 ms each time, by the data sheet of the card above (1,008 GB/s). Each time their products take 321 ms with 4,096 tokens, and 40 ms with 512. So with few tokens in a step it counts. (Nothing was measured.)
-#   <!-- claim: (lambda m, card: (lambda n: [round(1e3 * x) for x in (n * 2.516 / card.memory_bandwidth, 2 * n * 4096 / card.flops["bf16"], 2 * n * 512 / card.flops["bf16"])])(m.num_params - 2 * m.vocab_size * m.d_model))(config.ModelConfig.named("llama-2-7b"), config.Hardware.named("RTX-4090")) == [16, 321, 40] -->
+# Over NF4 each weight is also made whole twice per micro-batch, forward and backward, and a third time with recomputation. That reads 0.5 and writes 2 bytes per weight. By the data sheet of the card above it takes 16 ms each time for Llama-2-7B's layers (1,008 GB/s). Their products take 321 ms with 4,096 tokens (165 TFLOP/s), and 40 with 512. So with few tokens it counts. (Nothing was measured.)
+#   <!-- claim: (lambda m, card: (lambda n: [round(1e3 * x) for x in (n * 2.516 / card.memory_bandwidth, 2 * n * 4096 / card.flops["bf16"], 2 * n * 512 / card.flops["bf16"])] + [round(card.flops["bf16"] / 1e12)])(m.num_params - 2 * m.vocab_size * m.d_model))(config.ModelConfig.named("llama-2-7b"), config.Hardware.named("RTX-4090")) == [16, 321, 40, 165] -->
 
 # %% [markdown]
 # **On several devices** (lab 08) only what is trained has gradients to reduce. Here four ranks take a quarter of the sums each. Are their gradients those of one device, and how many bytes are sent?

@@ -472,7 +472,7 @@ table = {
 rigs.fp8.print_errors(table)
 
 # %% [markdown]
-# **Integers lack range, and floats precision.** int8 has one step size for the whole tensor, and the outlier makes it large. From 1,000 on all but the outlier is rounded to zero: the gradient is gone, and what is left points elsewhere (105 %). e4m3 gives each number its own exponent. So a number keeps all its digits while the largest of the tensor is at most 448 / 2⁻⁶ = 28,672 times as large. Then it loses digit after digit, the last beyond 448 / 2⁻⁹ = 229,376 times. (Here from an outlier of 7,000 on, as its channel's largest number is some four times the typical one.)
+# **Integers lack range, and floats precision.** int8 has one step size for the tensor, and the outlier makes it large. From 1,000 on all other inputs and the outlier's weights round to zero, so every forward product is zero; what gradient is left points elsewhere (105 %). e4m3 gives each number an exponent. So it keeps all digits while the tensor's largest number is at most 448 / 2⁻⁶ = 28,672 times as large. Then it loses digit after digit, the last beyond 448 / 2⁻⁹ = 229,376 times. (Here from an outlier of 7,000 on, as its channel's largest number is some four times the typical one.)
 #
 # Tiles confine an outlier's damage. Where? Here are the three products of the layer `up` in int8:
 
