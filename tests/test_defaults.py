@@ -457,7 +457,7 @@ TABLE = {
     ),
     quantization.hessian: (lambda **o: quantization.hessian(X, **o), dict(damping=(0.01, 0.1))),
     quantization.rotated: (
-        lambda **o: quantization.rotated(quantization.rounding("int4"), **o)(X),
+        lambda **o: quantization.rotated(torch.round, **o)(X),
         dict(seed=(0, 1)),
     ),
     quantization.error_feedback: (
