@@ -2,8 +2,8 @@
 machine (Transformer Engine's recipes, torchao's Float8Linear).
 
 A number of 8 bits is kept times a *scale*, which brings the largest |x| to the largest the format
-has; the *inverse* scale brings it back. Sums are fp32, of exact products; the
-matrix unit of an H800 keeps about 14 bits (lab 15b).
+has; the *inverse* scale brings it back. Sums are fp32, of exact products; the matrix unit of an
+H800 keeps about 14 bits (lab 15b).
 """
 
 from dataclasses import dataclass
