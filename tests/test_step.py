@@ -275,7 +275,7 @@ def test_where_micro_batches_flow_both_ways_evaluating_goes_one():
     """Over four stages, where a rank that took both of its own would wait for what nobody sends."""
     make = step.build(MODEL, replace(TRAIN, schedule="dualpipe"), mesh := Mesh(pp=4))
     wanted = GPT(MODEL, generator=torch.Generator().manual_seed(step.SEED)).loss(*BATCH).item()
-    with World(mesh, timeout=10) as world:
+    with World(mesh, timeout=60) as world:
         found = world.run(lambda rank: make(rank).evaluate(*BATCH).item())
     assert found == [pytest.approx(wanted, rel=1e-6)] * 4
 
