@@ -3,6 +3,7 @@
 import gc
 import itertools
 import linecache
+import math
 import multiprocessing.forkserver
 import os
 import re
@@ -30,6 +31,7 @@ from labutils import collectives, world
 from labutils.config import Mesh
 from labutils.world import DeadlockError, MismatchError, RankError, World, sockets, threads, worker
 from labutils.world.distributed import DistributedEndpoint
+from labutils.world.messages import CallSite, Request
 from labutils.world.processes import _METHOD, _check_files, start_server
 from labutils.world.threads import Rendezvous
 
@@ -886,12 +888,55 @@ def test_waiting_for_a_rank_that_has_finished_is_a_deadlock(four, waiting):
     ) and "rank 3 waits in recv(float32[3]) from rank 0 inside handshake" in str(error)
 
 
-def test_waiting_for_work_that_nobody_joins_is_a_deadlock(four):
+@pytest.mark.parametrize("begun", [1, 3])
+def test_waiting_for_work_that_nobody_joins_is_a_deadlock(four, begun):
+    """However many collectives are begun: one thread of a rank carries them out."""
+
     def program(rank):
         if rank.rank != 3:
-            rank.comm().all_reduce(torch.ones(4), async_op=True).wait()
+            works = [rank.comm().all_reduce(torch.ones(4), async_op=True) for _ in range(begun)]
+            works[0].wait()
 
     assert "all_reduce(float32[4], op=sum)" in str(fails(four, program, DeadlockError))
+
+
+def test_who_has_what_it_waited_for_does_not_wait(tmp_path):
+    """A thread that is slow to go on may find its request done and the run declared a deadlock."""
+    folder, lock = sockets.make_folder()
+    with lock, sockets.create_memory(folder, 1):
+        endpoint = sockets.SocketEndpoint(folder, 0, 1, PATIENT, lambda: None)
+        call = CallSite("recv", "world", ("here", 1, "program"))
+        request = Request(call, rank=0)
+        endpoint.waiting[request] = math.inf
+        for _ in range(3):
+            endpoint._look()
+        assert endpoint.progress.rests(0) and isinstance(request.error, DeadlockError)
+        endpoint.reset(1)
+        endpoint.progress.clear()
+        request = Request(call, rank=0, done=True)
+        endpoint.waiting[request] = math.inf
+        for _ in range(3):
+            endpoint._look()
+        assert not endpoint.progress.rests(0) and request.error is None
+    sockets.sweep_folders()
+
+
+def test_nothing_of_a_run_that_failed_goes_on_in_the_next(four):
+    """Collectives that were begun and are still queued would send to ranks that do another thing."""
+
+    def fails_early(rank):
+        begun = [rank.comm().all_reduce(torch.ones(5), async_op=True) for _ in range(3000)]
+        if rank.rank == 1:
+            raise ValueError("no data")
+        return [work.wait() for work in begun]
+
+    def program(rank):
+        comm = rank.comm()
+        return [comm.all_reduce(torch.ones(7), async_op=True).wait().sum().item() for _ in range(20)]
+
+    for _ in range(3):
+        assert "no data" in str(fails(four, fails_early, RankError))
+        assert four.run(program) == [[28.0] * 20] * 4
 
 
 def test_slow_ranks_are_no_deadlock(four):

@@ -411,20 +411,22 @@ class Background:
         owner, events = self.comm._owner, list[Event]()
         request = Request(call, owner.rank)
         owner._events.append(events)
-        self.comm._endpoint.add_actor(+1)
+        self.comm._endpoint.begin(self)
         self.jobs.put((request, events, run, out, name))
         return request
 
     def close(self) -> None:
-        """End the thread once it has nothing to do."""
+        """End the thread after what it does now; what still waits for its turn is dropped."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.comm._endpoint.finish(self.jobs.get_nowait()[0], self)
         self.jobs.put(None)
 
     def _work(self) -> None:
         while (job := self.jobs.get()) is not None:
             request = self._do(*job)
             del job  # what it worked on is the rank's alone when the rank learns that it is done
-            self.comm._endpoint.finish(request)
-            self.comm._endpoint.add_actor(-1)
+            self.comm._endpoint.finish(request, self)
             del request
 
     def _do(

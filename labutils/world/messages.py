@@ -96,12 +96,13 @@ class Endpoint:
     def watch(self, request: Request) -> None:
         """See that `request` moves on while the rank computes."""
 
-    def finish(self, request: Request) -> None:
-        """Mark `request` as done and wake who waits for it."""
-        request.done = True
+    def begin(self, worker: object) -> None:
+        """One thing more for `worker`, a thread beside the rank's program: it may move while it has
+        any."""
 
-    def add_actor(self, step: int) -> None:
-        """Count one more (or one fewer) thread that works for this rank beside its program."""
+    def finish(self, request: Request, worker: object) -> None:
+        """Mark `request` as done, one thing fewer for `worker`, and wake who waits for it."""
+        request.done = True
 
     def leave(self, over: bool) -> None:
         """The rank takes no more part in this run: its program is over, or gave up waiting."""

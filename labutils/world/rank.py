@@ -214,10 +214,10 @@ def perform(rank: Rank, fn: Callable, args: tuple, kwargs: dict) -> Outcome:
         outcome.failure = Failure.of(error)
         waits = getattr(error, "waits", "")
         outcome.state = (WAITS, waits) if waits else (OVER, "failed")
-    rank._endpoint.leave(over=outcome.state[0] == OVER)
     for comm in rank._comms.values():
         if comm._background is not None:
             comm._background.close()
+    rank._endpoint.leave(over=outcome.state[0] == OVER)
     return outcome
 
 

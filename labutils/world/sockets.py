@@ -21,7 +21,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import BinaryIO
 
@@ -172,6 +172,7 @@ class SocketEndpoint(Endpoint):
         for link in self.links.values():
             self.selector.register(link.sock, selectors.EVENT_READ, link)
         self.lock = threading.Lock()  # of everything below
+        self.idle = threading.Condition(self.lock)
         self.driving = threading.Lock()
         self.watcher: threading.Thread | None = None
         self.reset(0)
@@ -180,7 +181,7 @@ class SocketEndpoint(Endpoint):
         """Begin a run; of an earlier one's frames that are still on their way only FREE counts."""
         self.run = run
         self.stopped = False
-        self.actors = 1
+        self.jobs: Counter[object] = Counter()  # of each Background that is busy
         self.moved = 0
         self.looks = 0
         self.progress.seen = None
@@ -195,10 +196,13 @@ class SocketEndpoint(Endpoint):
             link.reset()
 
     def leave(self, over: bool) -> None:
+        """As `Endpoint.leave`: what this rank has begun in a run goes on in no other."""
         self.stopped = True
+        with self.idle:
+            self.idle.wait_for(lambda: not self.jobs)
         if self.watcher is not None:
             self.news.release()
-            self.watcher.join(1)
+            self.watcher.join()
             self.watcher = None
         if over:
             self.progress.publish(self.rank, ENDED, 0, 0)
@@ -258,13 +262,17 @@ class SocketEndpoint(Endpoint):
                 self.watcher = threading.Thread(target=self._watch, name="messages", daemon=True)
                 self.watcher.start()
 
-    def finish(self, request: Request) -> None:
+    def begin(self, worker: object) -> None:
+        with self.lock:
+            self.jobs[worker] += 1
+
+    def finish(self, request: Request, worker: object) -> None:
         with self.lock:
             _done(request)
-
-    def add_actor(self, step: int) -> None:
-        with self.lock:
-            self.actors += step
+            self.jobs[worker] -= 1
+            if not self.jobs[worker]:
+                del self.jobs[worker]
+                self.idle.notify()
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -329,7 +337,9 @@ class SocketEndpoint(Endpoint):
         if self.stopped or not self.waiting:
             return
         self.looks += 1
-        blocked = len(self.waiting) >= self.actors
+        # Who has what it waited for may only be slow to go on.
+        in_vain = sum(not request.done for request in self.waiting)
+        blocked = in_vain > len(self.jobs)  # its program, and each busy Background
         self.progress.publish(self.rank, BLOCKED if blocked else RUNNING, self.looks, self.moved)
         if blocked and self.progress.deadlock():
             for request in self.waiting:

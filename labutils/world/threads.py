@@ -4,7 +4,7 @@ import ctypes
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +29,8 @@ class Rendezvous(Endpoint):
         self.changed = threading.Condition()
         self.posted: dict[tuple[int, int, int], deque[Request]] = defaultdict(deque)
         self.waiting: set[Request] = set()
-        self.actors = size  # threads that could still move: ranks, and their Backgrounds
+        self.actors = size  # threads that could still move: ranks, and their busy Backgrounds
+        self.jobs: Counter[object] = Counter()  # of each Background
         self.stopped = False
         self.deadlock = False
         self.outcomes: dict[int, Outcome] = {}
@@ -55,10 +56,10 @@ class Rendezvous(Endpoint):
         if len(forms) > 1:
             raise misfit(send, receive)
         receive.accept(send.tensor.view(-1))
-        self.finish(send)
-        self.finish(receive)
+        self._done(send)
+        self._done(receive)
 
-    def finish(self, request: Request) -> None:
+    def _done(self, request: Request) -> None:
         with self.changed:
             request.done = True
             if request in self.waiting:
@@ -81,10 +82,20 @@ class Rendezvous(Endpoint):
         if not request.done:
             raise Stopped(str(request))
 
-    def add_actor(self, step: int) -> None:
+    def begin(self, worker: object) -> None:
         with self.changed:
-            self.actors += step
-            self._settle()
+            self.jobs[worker] += 1
+            self.actors += self.jobs[worker] == 1
+
+    def finish(self, request: Request, worker: object) -> None:
+        with self.changed:
+            self._done(request)
+            self.jobs[worker] -= 1
+            self._away(self.jobs[worker] == 0)
+
+    def _away(self, actors: int) -> None:
+        self.actors -= actors
+        self._settle()
 
     # -- what the engine calls ---------------------------------------------------------------------
 
@@ -92,7 +103,7 @@ class Rendezvous(Endpoint):
         """A rank's program is over, well or badly."""
         with self.changed:
             self.outcomes[rank] = outcome
-            self.add_actor(-1)
+            self._away(1)
             self.changed.notify_all()
 
     def stop(self) -> None:
