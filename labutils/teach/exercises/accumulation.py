@@ -86,6 +86,12 @@ def _compare(attempt: Callable, lengths: Sequence[int], hint: str) -> None:
             f"{case}: the gradient is exactly {k} times too large",
             "Each loss is a mean already: weigh it with its share before backward().",
         )
+    off = float((found - expected).norm() / expected.norm())
+    if off < 0.01:
+        raise Failed(
+            f"{case}: the gradient is off by {100 * off:.1g} %",
+            "Is a share rounded, or in 16 bits? It needs the digits of an fp32 number.",
+        )
     if torch.cosine_similarity(found, expected, dim=0) > 1 - 1e-9:
         raise Failed(
             f"{case}: the gradient points the right way and is {ratio:.3f} times too long",
