@@ -247,8 +247,7 @@ ACCUMULATE = Exercise(
         "You need the number of tokens of the whole batch before the first backward(): "
         "count first, [weigh(batch) for batch in batches].",
         "For each micro-batch: (loss(batch) * weight / total).backward(). Skip those of weight 0.",
-        "Return the sum of part.detach(): a number. What part belonged to has been backward "
-        "already.",
+        "Return the sum of part.detach(): nothing has to go backward from it any more.",
     ),
 )
 
