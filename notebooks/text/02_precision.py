@@ -707,7 +707,7 @@ off = true - in_the_log
 f"the log says {off:.1f} nats too little; probabilities add up to {math.exp(off):.1f}"
 
 # %% [markdown]
-# PyTorch's own reductions and cross-entropy read bf16 and add in fp32, so you meet a stalled sum where you write the loop, or the kernel, yourself.
+# PyTorch's `sum()` and cross-entropy read bf16 and add in fp32, so you meet a stalled sum in few places of its own (lab 01), and where you write the loop, or the kernel, yourself.
 # In bf16, `.sum()` and the loss of 4096 equal words:
 
 # %%
