@@ -262,7 +262,7 @@ explore(where_it_lands, states=34, x=slider(0.0, 7.59, 0.23, start=2.53))
 # %% [markdown]
 # ### Exercise 1.2 · Write the cast (20 min, ●●○)
 #
-# You get a format and a finite float. Return the *code* it becomes: to nearest, ties to even, subnormals and overflow included.
+# You get a format and a finite float. Return the *code* it becomes: to nearest, ties to even; subnormals, overflow and fnuz's −0 included.
 # Consecutive values have consecutive codes, so a significand that rounds up to the next power of two needs no special case: the carry runs into the
 # exponent field by itself.
 

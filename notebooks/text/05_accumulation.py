@@ -406,7 +406,7 @@ def held(rows, size):
 
 # %% [markdown]
 # At once (left) they grow with the batch, in fours (right) not by a byte. What stays in memory is the **gradient**: without accumulation it lives from the
-# backward pass to the step, with it from the first micro-batch on, all through every later forward pass. So at the top of every later hill there is one gradient more. (Without accumulation, too, if a loop calls `zero_grad` after the forward pass and not after the step.)
+# backward pass to the step, with it from the first micro-batch on, all through every later forward pass. So at the top of every later hill there is one gradient more. (Without accumulation a part of one, too, if a loop calls `zero_grad` after the forward pass: lab 00.)
 
 # %%
 model.zero_grad()

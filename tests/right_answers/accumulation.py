@@ -22,6 +22,18 @@ def _seeded(loss: Callable, batches: Sequence[Any], weigh: Callable) -> float:
     return whole
 
 
+def _shares_in_fp32(loss: Callable, batches: Sequence[Any], weigh: Callable) -> Tensor:
+    """Shares as torch.tensor makes them of fractions."""
+    counts = torch.tensor([weigh(batch) for batch in batches])
+    whole = torch.zeros(())
+    for batch, share in zip(batches, counts / counts.sum(), strict=True):
+        if share:
+            part = loss(batch) * share
+            part.backward()
+            whole = whole + part.detach()
+    return whole
+
+
 def _no_empty_ones(loss: Callable, batches: Sequence[Any], weigh: Callable) -> np.float64:
     batches = [batch for batch in batches if weigh(batch) > 0]
     counts = np.array([weigh(batch) for batch in batches])
@@ -260,6 +272,7 @@ RIGHT = {
         "empty ones filtered, a NumPy scalar": _no_empty_ones,
         "a tensor of one element": _grown,
         "a float, rounded to fp32": _in_fp32,
+        "shares in fp32": _shares_in_fp32,
     },
     "accumulation/bug-hunt": {
         "islice": _sliced,

@@ -59,6 +59,8 @@ def _by_log2(fmt: FloatFormat, x: float) -> int:
     code = (power - fmt.min_exponent << fmt.mantissa_bits) + round(
         abs(x) / 2.0 ** (power - fmt.mantissa_bits)
     )
+    if not code and fmt.nan == "negative_zero":
+        return 0
     return sign | code if code <= fmt.encode(fmt.max) else fmt.encode(math.copysign(math.inf, x))
 
 
@@ -79,7 +81,8 @@ def _nearest_of_all(fmt: FloatFormat, x: float) -> np.int64:
     high = min(low + 1, len(values) - 1)
     below, above = abs(x) - values[low], values[high] - abs(x)
     up = above < below or (above == below and low & 1)
-    return np.int64((high if up else low) | sign)
+    nearest = high if up else low
+    return np.int64(nearest | sign if nearest or fmt.nan != "negative_zero" else 0)
 
 
 def _in_gaps(fmt: FloatFormat, x: float) -> int:
@@ -89,6 +92,8 @@ def _in_gaps(fmt: FloatFormat, x: float) -> int:
     code = (power - fmt.min_exponent) * 2**fmt.mantissa_bits + gaps
     if code > fmt.encode(fmt.max):
         return fmt.encode(math.copysign(math.inf, x))
+    if not (code or fmt.nan != "negative_zero"):
+        return code
     return code + (math.copysign(1, x) < 0) * 2 ** (fmt.bits - 1)
 
 

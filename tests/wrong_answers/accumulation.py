@@ -224,6 +224,16 @@ def _steps_always(optimizer, loss, batches, k, max_norm):
     return steps
 
 
+def _rounded_shares(loss: Callable, batches: Sequence[Any], weigh: Callable) -> float:
+    total, whole = sum(map(weigh, batches)), 0.0
+    for batch in batches:
+        if weigh(batch):
+            part = loss(batch) * round(weigh(batch) / total, 4)
+            part.backward()
+            whole += part.item()
+    return whole
+
+
 WRONG = {
     "accumulation/accumulate": (
         Wrong(
@@ -243,6 +253,12 @@ WRONG = {
             _weighted(lambda here, total, k: float(here)),
             "equal micro-batches",
             "divide by the sum",
+        ),
+        Wrong(
+            "shares of four digits",
+            _rounded_shares,
+            "unequal token counts",
+            "Is a share rounded",
         ),
         Wrong(
             "0/0 kept",

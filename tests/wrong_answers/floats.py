@@ -86,6 +86,19 @@ def _usual_bias(fmt: FloatFormat, x: float) -> int:
     return fmt.encode(x * 2.0 ** (usual - fmt.bias))
 
 
+def _specials_of_e4m3(fmt: FloatFormat, x: float) -> int:
+    """What overflows has all ones where a format has no infinity."""
+    beyond = abs(x) > fmt.max and math.isnan(fmt.round(x))
+    return 2 ** (fmt.bits - 1) - 1 if beyond else fmt.encode(x)
+
+
+def _wide_at_first(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """A tree whose first levels are rounded to fp32 alone."""
+    while len(x) > 8:
+        x = torch.nn.functional.pad(x, (0, len(x) % 2)).view(-1, 2).sum(-1)
+    return precision.pairwise_sum(x, fmt)
+
+
 def _fp32_sum(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     return precision.round_to(x.sum(), fmt)
 
@@ -201,6 +214,18 @@ WRONG = {
             "subnormal numbers",
             "what underflows keeps its own",
         ),
+        Wrong(
+            "a sign for every zero",
+            _encode_with(),
+            "fnuz's only zero and NaN",
+            "one zero, without a sign",
+        ),
+        Wrong(
+            "all ones are NaN everywhere",
+            _specials_of_e4m3,
+            "fnuz's only zero and NaN",
+            "what overflows goes there",
+        ),
         Wrong("subnormals rounded twice", _subnormals_twice, "rounded once", "round once"),
         Wrong("IEEE's bias for all", _usual_bias, "values of the format", "fields of the right"),
         Wrong(
@@ -274,6 +299,12 @@ WRONG = {
         Wrong(
             "the mean of a tree, times n",
             lambda x, fmt: precision.round_to(precision.pairwise_sum(x / len(x), fmt) * len(x), fmt),
+            "every addition in the format",
+            "every partial sum",
+        ),
+        Wrong(
+            "the first levels of the tree in fp32",
+            _wide_at_first,
             "every addition in the format",
             "every partial sum",
         ),

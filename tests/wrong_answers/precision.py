@@ -116,6 +116,24 @@ def _bugged(
     return attempt
 
 
+def _scaled_afterwards(
+    loss: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler,
+    max_norm: float,
+) -> None:
+    """Gradients are multiplied by the scale when the backward pass has lost the small ones."""
+    optimizer.zero_grad()
+    loss().backward()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        parameter.grad *= scaler.value
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(parameters, max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def _clip_each(parameters: list[nn.Parameter], max_norm: float) -> None:
     for parameter in parameters:
         nn.utils.clip_grad_norm_([parameter], max_norm)
@@ -283,6 +301,12 @@ WRONG = {
             _bugged(stepper="optimizer"),
             "an overflow changes nothing",
             "never forget a NaN",
+        ),
+        Wrong(
+            "gradients scaled, and not the loss",
+            _scaled_afterwards,
+            "a plain step",
+            "Begin it with the scaled loss",
         ),
         Wrong("both of them step", _bugged(stepper="both"), "a plain step", "Leave optimizer.step"),
         Wrong(

@@ -17,6 +17,17 @@ def tied_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return total
 
 
+def _without_a_tied_head(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Knows of one place where a weight is tied."""
+    total = 0
+    for name, module in model.named_modules():
+        tied = name == "head" and module.weight is model.tokens.weight
+        for p in () if tied else module.parameters(recurse=False):
+            tensors = [p, p.grad, *optimizer.state.get(p, {}).values()]
+            total += sum(t.nbytes for t in tensors if t is not None)
+    return total
+
+
 def _stepwise(count):
     """A counter over the distinct parameters: `count(p, state)` bytes for each."""
     return lambda model, optimizer: sum(
@@ -174,6 +185,12 @@ WRONG = {
     "start/bug-hunt-state-bytes": (
         Wrong(
             "walks over modules", tied_twice, "another model", "how often does your count meet it"
+        ),
+        Wrong(
+            "leaves out a tied head",
+            _without_a_tied_head,
+            "any module",
+            "not only a head and an embedding",
         ),
         Wrong(
             "sixteen bytes a parameter",

@@ -191,7 +191,9 @@ def _encodes(attempt: Encode, fmt: FloatFormat, numbers: Sequence[float], hint: 
         got = int(got)
         if got != exact and not fmt.fields(got).kind == fmt.fields(exact).kind == "nan":
             yours, right = (f"{fmt.bit_string(code)} ({fmt.decode(code)})" for code in (got, exact))
-            if got ^ exact == 1 << fmt.exponent_bits + fmt.mantissa_bits:
+            if exact == 0 and fmt.nan == "negative_zero":
+                pass  # the hint given is about that
+            elif got ^ exact == 1 << fmt.exponent_bits + fmt.mantissa_bits:
                 hint = (
                     "All but the sign is right: its bit stands above those of exponent and "
                     "mantissa. Zero has one, too, and what underflows keeps its own."
@@ -292,6 +294,16 @@ def _once(attempt: Encode) -> str:
     return f"{sum(_encodes(attempt, fmt, xs, hint) for fmt, xs in pairs)} numbers next to a tie"
 
 
+def _one_zero(attempt: Encode) -> str:
+    hint = (
+        "fnuz has one zero, without a sign. The code of −0 is its only NaN, and what overflows "
+        "goes there: ask fmt.nan."
+    )
+    least = E4M3FNUZ.min_subnormal
+    numbers = [0.0, -0.0, -1e-9, -least / 2, least, -least, 247.9, 248, -1e5]
+    return f"{_encodes(attempt, E4M3FNUZ, numbers, hint)} numbers"
+
+
 ENCODE = Exercise(
     id="floats/encode",
     reference=FloatFormat.encode,
@@ -303,6 +315,7 @@ ENCODE = Exercise(
         Property("subnormal numbers", _small),
         Property("overflow", _large),
         Property("rounded once", _once),
+        Property("fnuz's only zero and NaN", _one_zero),
     ),
     hints=(
         "Between which powers of two is |x|? math.frexp(|x|) gives m and e with |x| = m · 2**e "
@@ -312,7 +325,7 @@ ENCODE = Exercise(
         "code = ((exponent − fmt.min_exponent) << M) + significand, the leading 1 left in: "
         "it adds the missing 1 to the field.",
         "Above fmt.encode(fmt.max) lie the specials: ask fmt.inf. "
-        "The sign is the bit above exponent and mantissa.",
+        "The sign is the bit above exponent and mantissa; fnuz's zero has none.",
     ),
 )  # fmt: skip
 
@@ -351,7 +364,7 @@ def _any_length(attempt: Callable) -> str:
 
 
 # In whatever order you add these three, rounding both sums gives one number, and rounding the exact
-# sum once gives another.
+# sum once gives another. Zeros behind them change neither.
 _TRIPLES = (
     (E4M3, [1.875, 6.0, 3.5], 12.0),
     (BF16, [1.8828125, 5.34375, 4.9375], 12.125),
@@ -360,10 +373,11 @@ _TRIPLES = (
 
 
 def _rounded_each(attempt: Callable) -> str:
-    for fmt, terms, rounded in _TRIPLES:
-        got, exact = _sum_of(attempt, terms, fmt), sum(terms)
+    for (fmt, terms, rounded), zeros in itertools.product(_TRIPLES, (0, 29)):
+        got, exact = _sum_of(attempt, terms + [0.0] * zeros, fmt), sum(terms)
         if got != rounded:
-            told = f"{' + '.join(map(str, terms))} in {fmt.name}: you got {got:g}"
+            further = f" + {zeros} zeros" if zeros else ""
+            told = f"{' + '.join(map(str, terms))}{further} in {fmt.name}: you got {got:g}"
             raise Failed(
                 f"{told}; with both sums rounded it is {rounded:g}, in any order",
                 f"{got:g} is the exact sum, {exact:g}, rounded once: it was added in a wider "
@@ -371,7 +385,7 @@ def _rounded_each(attempt: Callable) -> str:
                 if got == fmt.round(exact)
                 else "Round after every addition, and add nothing but the terms and their sums.",
             )
-    return f"{len(_TRIPLES)} sums that show it"
+    return f"{2 * len(_TRIPLES)} sums that show it"
 
 
 def _close(attempt: Callable) -> str:

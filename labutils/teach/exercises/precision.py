@@ -223,6 +223,7 @@ class _Bowl:
         self.optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
         self.scaler = LossScaler(scale, growth_interval=2)
         self.slope = 1.0
+        self.arrived: list[float] = []  # the gradient of the loss itself, which is the scale
 
     @property
     def place(self) -> Tensor:
@@ -237,7 +238,10 @@ class _Bowl:
 
     def loss(self) -> Tensor:
         first, *others = (weight.square().sum() for weight in self.weights)
-        return self.slope * sum(others, first) / 2
+        loss = self.slope * sum(others, first) / 2
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: self.arrived.append(gradient.item()))
+        return loss
 
     def step(self, attempt: Callable, max_norm: float = 1e9) -> None:
         attempt(self.loss, self.optimizer, self.scaler, max_norm)
@@ -266,6 +270,12 @@ def _plain_step(attempt: Callable) -> str:
                     "They were divided by the scale once too often. Scale the loss; unscale once; "
                     "update() comes last, after it step() would unscale anew."
                 ),
+            )
+        if set(bowl.arrived) != {scale}:
+            raise Failed(
+                f"scale {scale:g}: the backward pass began with {bowl.arrived[0]:g} times the loss",
+                "It is the backward pass that loses small gradients. Begin it with the scaled "
+                "loss: scaler.scale(loss()).backward().",
             )
     return "2 scales"
 

@@ -205,10 +205,10 @@ def _adam(tied: bool, dtype: torch.dtype = torch.float32, stepped: bool = True):
 
 
 def _counted(
-    attempt, gpt: GPT, optimizer: torch.optim.Optimizer, what: str, hints: dict[int, str]
+    attempt, net: nn.Module, optimizer: torch.optim.Optimizer, what: str, hints: dict[int, str]
 ) -> str:
-    ledger = measure.model_states(gpt, optimizer)
-    got = attempt(gpt, optimizer)
+    ledger = measure.model_states(net, optimizer)
+    got = attempt(net, optimizer)
     if got != ledger.total:
         off = got - ledger.total if isinstance(got, int) else 0
         parts = ", ".join(f"{name} {amount:,}" for name, amount in ledger.by("name").items())
@@ -287,6 +287,18 @@ def _partly_frozen(attempt) -> str:
     return _counted(attempt, gpt, optimizer, told, hints)
 
 
+def _two_layers(attempt) -> str:
+    """Two layers that share a weight, and neither a head nor an embedding."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].weight = net[0].weight
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    why = "Any two modules may hold one tensor, not only a head and an embedding."
+    shared = 16 * net[0].weight.numel() + 4
+    return _counted(attempt, net, optimizer, "two layers that share a weight", {shared: why})
+
+
 def _bf16(attempt) -> str:
     gpt, optimizer = _adam(tied=True, dtype=torch.bfloat16)
     psi = gpt.config.num_params
@@ -339,6 +351,7 @@ EXERCISES = (
             Property("another model", _tied),
             Property("the same in bf16", _bf16),
             Property("a frozen part", _partly_frozen),
+            Property("any module", _two_layers),
         ),
         hints=(
             "GPT-2 has one thing that the first model of the check has not: "
