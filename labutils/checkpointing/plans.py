@@ -512,7 +512,7 @@ _optimum = functools.lru_cache(maxsize=8)(_Optimum)
 def frontier(costs: Costs) -> tuple[tuple[int, Cost], ...]:
     """Every trade worth making on a chain: (peak bytes, cost of the forward passes).
 
-    Bytes rise, costs fall.
+    Bytes rise, costs fall. Of plans that keep a value, once kept, until its own backward pass.
 
     >>> frontier(Costs.uniform(3))
     ((3, 5), (4, 3))
