@@ -273,6 +273,22 @@ def _lowest(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor,
     return out, lse.clamp_min(lowest)
 
 
+def _clamped(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Takes every lse below −10,000 for −10,000."""
+    nowhere = torch.maximum(lse1, lse2) == -math.inf
+    out, lse = flash.merge(o1, lse1.clamp_min(-1e4), o2, lse2.clamp_min(-1e4))
+    return out.masked_fill(nowhere[..., None], 0), lse.masked_fill(nowhere, -math.inf)
+
+
+def _heads_needed(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of the two lse, in the places of (b, a, s)."""
+    shares = torch.stack([lse1, lse2]).sub(torch.maximum(lse1, lse2)).softmax(0)
+    return (
+        torch.einsum("pbas,pbasd->basd", shares, torch.stack([o1, o2])),
+        torch.logaddexp(lse1, lse2),
+    )
+
+
 def _at_once(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: int) -> tuple[Tensor, Tensor]:
     return flash.plain(q, k, v, causal=causal)
 
@@ -349,6 +365,7 @@ WRONG = {
         Wrong(
             "the maximum starts at 0", _online_with(start=0.0), "huge scores", "before the first"
         ),
+        Wrong("starts at −100 000", _online_with(start=-1e5), "huge scores", "never replaced"),
         Wrong("lse first", _swapped, "the maximum comes first", "comes first"),
         Wrong(
             "starts from −inf",
@@ -387,6 +404,8 @@ WRONG = {
         Wrong("shares of lse", _shares_of_lse, "outputs", "exp(its lse)"),
         Wrong("the mean of both lse", _mean_of_lse, "log-sum-exp", "not their logarithms"),
         Wrong("a softmax over queries", _over_rows, "outputs", "row by row"),
+        Wrong("lse below −10,000 clamped", _clamped, "large scores", "a number like any other"),
+        Wrong("batch and heads needed", _heads_needed, "outputs", "any number of dims"),
         Wrong("a guarded division", _guarded, "outputs", "add nothing"),
         Wrong("the lowest number", _lowest, "parts without keys", "0 and −inf"),
     ),
