@@ -272,7 +272,7 @@ for which, i in {"first": 0, "second": 1, "last": -1}.items():
 #
 # $$ C(i, j, R) = \min \begin{cases} w_i + C(i+1,\, j,\; R - \text{interior}_i - \text{output}_i) \\ \min_m\; \bigl[\, w_i + \dots + w_{m-1} + C(i,\, m-1,\; R) \\ \qquad\quad + C(m,\, j,\; R - \text{size}(x_m)) \,\bigr] \end{cases} $$
 #
-# With no stage left C is 0; where R would be negative there is no plan. `frontier` solves it for all budgets at once (Beaumont et al. for one), and returns every trade that is worth making, of plans that keep what they once kept until its turn. (Where stages differ, it can be cheaper to drop a value sooner and make it again. On the GPT here a search of all plans, with half, 30 % and 20 % of its memory, finds nothing cheaper.)
+# With no stage left C is 0; where R is negative there is no plan. `frontier` solves it for all budgets at once (Beaumont et al. for one), and returns every trade worth making, of plans that keep what they once kept until its turn.
 
 # %% [markdown]
 # > The full step holds 33 MB of activations. With half of that, how much more do you compute, in percent of a forward pass?
@@ -538,7 +538,7 @@ for name, s in ((name, s) for name, lengths in sizes.items() for s in lengths):
     print(f"; to the end {to_the_end:.1%}, early {early:.1%}")
 
 # %% [markdown]
-# So a model has 33 % if it recomputes to the end and its head is small. The same head of 128 000 words is 6 % of the forward pass in a model of 8 billion parameters, and 0.5 % in one of 405 billion.
+# So a model has 33 % if it recomputes to the end and its head is small. The same head of 128 000 words is 6 % of the forward pass with 8 billion parameters, and 0.5 % with 405 billion.
 
 # %% [markdown]
 # ### Further: time is not FLOPs

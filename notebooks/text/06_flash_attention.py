@@ -421,15 +421,11 @@ reveal(
 # and each block rounds a sum once more. Which of the two is the cause? Here are 16 384 keys in 16 blocks, as many as 1024 keys had, and 1024 keys in 256 blocks:
 
 # %%
-{
-    (keys, keys // block): {
-        name: f"{error(*in_bf16(keys), name, block):.1e}" for name in ("P", "o", "l")
-    }
-    for keys, block in ((16384, 1024), (1024, 4))
-}
+for keys, block in ((16384, 1024), (1024, 4)):
+    print({x: f"{error(*in_bf16(keys), x, block):.1e}" for x in ("P", "o", "l")})
 
 # %% [markdown]
-# The cause is the number of blocks: with 16 of them the errors of $o$ and $\ell$ are as small as with 1024 keys, and with 256 that of $o$ is as large as with 16 384. That of $\ell$ needs many keys as well: the sums of 64 keys are nearly alike and are rounded the same way again and again. Those of 4 are not, and their errors partly cancel.
+# The cause is the number of blocks: with 16 of them the errors of $o$ and $\ell$ are as small as with 1024 keys, and with 256 that of $o$ as large as with 16 384. That of $\ell$ needs many keys, too: sums of 64 are nearly alike, and rounded alike.
 #
 # So far the weight was spread over many keys. Queries a hundred times as long make scores of several hundred, and then few keys get all of it:
 

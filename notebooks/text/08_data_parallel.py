@@ -692,7 +692,7 @@ formulas.states(medium, setting, Mesh(dp=4)).diff(states)
 processes.close()
 
 # %% [markdown]
-# All gradients lie in one or two storages, the buckets, which so add nothing. (Without `gradient_as_bucket_view` each has one of its own, and DDP's buckets come on top, where this count of bytes does not see them.) What gloo itself sends is not counted here. `make bench` times both.
+# All gradients lie in one or two storages, the buckets, which so add nothing. (Without `gradient_as_bucket_view` DDP's buckets come on top, unseen by this count.) What gloo itself sends is not counted here. `make bench` times both.
 #
 # ## Further: turn the knobs
 #
