@@ -23,6 +23,32 @@ def _trainable_only(module: nn.Module, comm: world.Comm) -> None:
             parameter.register_post_accumulate_grad_hook(average)
 
 
+def _the_first_alone(module: nn.Module, comm: world.Comm) -> None:
+    """The first gradient leaves in its hook, all others in the last one."""
+    for parameter in module.parameters():
+        comm.broadcast(parameter, out=parameter)
+    trained, came = [p for p in module.parameters() if p.requires_grad], []
+
+    def average(parameter: Tensor) -> None:
+        came.append(parameter)
+        leaving = [parameter] * (len(came) == 1)
+        if len(came) == len(trained):
+            leaving = came[1:]
+        for each in leaving:
+            each.grad.copy_(comm.all_reduce(each.grad) / comm.size)
+        if len(came) == len(trained):
+            came.clear()
+
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(average)
+
+
+def _seeds_everything(length: int, rank: int, size: int, epoch: int) -> list[int]:
+    torch.manual_seed(epoch)
+    order = torch.randperm(length).tolist()
+    return (order * size)[: -(-length // size) * size][rank::size]
+
+
 def _rotated(length: int, rank: int, size: int, epoch: int) -> list[int]:
     order = list(range(length))
     random.Random(0).shuffle(order)
@@ -299,6 +325,12 @@ WRONG = {
             "or reversed",
         ),
         Wrong("two orders in turn", _two_orders, "a new order in every epoch", "a copy"),
+        Wrong(
+            "seeds torch's own generator",
+            _seeds_everything,
+            "a new order in every epoch",
+            "one of your own",
+        ),
         Wrong("example 0 fills up", _filled_with_0, "nobody works twice", "should be spread"),
         Wrong("one more than needed", _one_more, "nobody works twice", "where N divides it"),
         Wrong(
@@ -370,6 +402,12 @@ WRONG = {
             _hooked(_into_grad(_everybody_to_everybody)),
             "bytes sent",
             "whole gradient",
+        ),
+        Wrong(
+            "the first alone leaves early",
+            _the_first_alone,
+            "during the backward pass",
+            "have long been ready",
         ),
         Wrong(
             "all at the end", _all_at_the_end, "during the backward pass", "have long been ready"
