@@ -280,6 +280,23 @@ def _clamped(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor
     return out.masked_fill(nowhere[..., None], 0), lse.masked_fill(nowhere, -math.inf)
 
 
+def _of_the_first(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """A row counts where the first part sees it."""
+    seen = lse1 > -math.inf
+    out, lse = flash.merge(o1, lse1, o2, lse2)
+    return out.masked_fill(~seen[..., None], 0), lse.masked_fill(~seen, -math.inf)
+
+
+def _blocks_before_the_keys(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, block_q: int, block_k: int
+) -> tuple[Tensor, Tensor]:
+    """Nothing for a block of queries whose first one comes before every key."""
+    out, lse = flash.attention(q, k, v, causal=causal, block_q=block_q, block_k=block_k)
+    blind = -(-max(0, q.shape[2] - k.shape[2]) // block_q) * block_q * causal
+    out[:, :, :blind], lse[:, :, :blind] = 0, -math.inf
+    return out, lse
+
+
 def _heads_needed(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax of the two lse, in the places of (b, a, s)."""
     shares = torch.stack([lse1, lse2]).sub(torch.maximum(lse1, lse2)).softmax(0)
@@ -406,6 +423,7 @@ WRONG = {
         Wrong("a softmax over queries", _over_rows, "outputs", "row by row"),
         Wrong("lse below −10,000 clamped", _clamped, "large scores", "a number like any other"),
         Wrong("batch and heads needed", _heads_needed, "outputs", "any number of dims"),
+        Wrong("rows of the first part", _of_the_first, "parts without keys", "0 and −inf"),
         Wrong("a guarded division", _guarded, "outputs", "add nothing"),
         Wrong("the lowest number", _lowest, "parts without keys", "0 and −inf"),
     ),
@@ -434,6 +452,12 @@ WRONG = {
         Wrong("causal is not asked", _always_causal, "without a mask", "sees every key"),
         Wrong("all scores at once", _at_once, "still in tiles", "the scores exist again"),
         Wrong("tiles of mask", _all_tiles, "still in tiles", "leave the loop"),
+        Wrong(
+            "no block that begins before the keys",
+            _blocks_before_the_keys,
+            "more queries than keys",
+            "before every key",
+        ),
         Wrong("no offset below 0", _offset_at_least_0, "more queries than keys", "before every key"),
         Wrong("one query is special", _last_row_alone, "new tokens after a cache", "key 0 alone"),
         Wrong("one key too far", _one_too_far, "as many queries as keys", "0 … i"),

@@ -341,7 +341,8 @@ def _nothing(attempt: Merge) -> str:
     o1, lse1, *_ = _halves()
     blank, nowhere = torch.zeros_like(o1), torch.full_like(lse1, -math.inf)
     for name, parts, exact in (
-        ("one part", (o1, lse1, blank, nowhere), (o1, lse1)),
+        ("the second part", (o1, lse1, blank, nowhere), (o1, lse1)),
+        ("the first part", (blank, nowhere, o1, lse1), (o1, lse1)),
         ("both parts", (blank, nowhere) * 2, (blank, nowhere)),
     ):
         found = _merged(attempt, *parts)
@@ -512,7 +513,8 @@ def _more_queries(attempt: Attend) -> str:
             "without a NaN on the way."
         )
 
-    return _attends(attempt, {"more queries than keys": (8, 5)}, hint)
+    shapes = {"more queries than keys": (8, 5), "a block half before the keys": (7, 5)}
+    return _attends(attempt, shapes, hint)
 
 
 def _unmasked(attempt: Attend) -> str:
