@@ -240,6 +240,29 @@ class _Buckets:
         return self.module(x)
 
 
+class _SendsAgain(_Buckets):
+    """What has left in a step goes again with each bucket that follows."""
+
+    left: tuple[Tensor, ...] = ()
+
+    def flush(self) -> None:
+        leaving = tuple(self.waiting)
+        self.waiting = [*self.left, *leaving]
+        super().flush()
+        self.left = (*self.left, *leaving) if self.seen < self.count else ()
+
+
+class _OneByOneLater(_Buckets):
+    """Nothing is missing any more after the first step, so each gradient goes alone."""
+
+    stepped = False
+
+    def ready(self, parameter: Tensor) -> None:
+        self.bucket_bytes = 0 if self.stepped else self.bucket_bytes
+        super().ready(parameter)
+        self.stepped = self.stepped or self.seen == 0
+
+
 class _WaitsForTheFirst(_Buckets):
     """Takes the parameter that was registered first for the one that comes last."""
 
@@ -456,6 +479,13 @@ WRONG = {
             functools.partial(_Buckets, flat=False),
             "few messages",
             "one flat tensor",
+        ),
+        Wrong("sends what has left", _SendsAgain, "few messages", "empty the bucket"),
+        Wrong(
+            "a message for each parameter from the second step on",
+            _OneByOneLater,
+            "few messages",
+            "in every step",
         ),
         Wrong(
             "one bucket at the end",

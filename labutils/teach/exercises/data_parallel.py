@@ -653,19 +653,25 @@ def _again(attempt: Callable) -> str:
 
 def _few(attempt: Callable) -> str:
     for nbytes, most in ((_HUGE, 1), (_BUCKET, 3)):
-        counts = [
-            sum(bool(sent) for op, sent in _Seen(_with(attempt, nbytes), 2, steps).sent[0])
-            for steps in (0, 1)
-        ]
-        messages = counts[1] - counts[0]
-        if messages > 2 * most:
-            raise Failed(
-                f"2 ranks, buckets of {nbytes:,} B: {messages} messages a step, "
-                f"{most} bucket{'s' * (most > 1)} need{'s' * (most == 1)} {2 * most}",
-                "Each message costs a latency. Put the gradients of a bucket into one flat "
-                "tensor, and reduce that.",
-            )
-    return "one all-reduce for each bucket"
+        runs = [_Seen(_with(attempt, nbytes), 2, steps) for steps in range(3)]
+        for step, (before, after) in enumerate(itertools.pairwise(runs), start=1):
+            case = f"2 ranks, buckets of {nbytes:,} B, step {step}"
+            counts = [sum(bool(sent) for _, sent in run.sent[0]) for run in (before, after)]
+            messages = counts[1] - counts[0]
+            if messages > 2 * most:
+                raise Failed(
+                    f"{case}: {messages} messages, "
+                    f"{most} bucket{'s' * (most > 1)} need{'s' * (most == 1)} {2 * most}",
+                    "Each message costs a latency. Put the gradients of a bucket into one flat "
+                    "tensor, and reduce that, in every step.",
+                )
+            if (nbytes_sent := after.busiest - before.busiest) > _ring(2):
+                raise Failed(
+                    f"{case}: {nbytes_sent:,} B sent, a ring sends {_ring(2):,} B",
+                    "The values are right, since the mean of a mean is itself. But gradients that "
+                    "have left go again: empty the bucket when it has been sent.",
+                )
+    return "one all-reduce for each bucket, 2 steps"
 
 
 def _accumulating(attempt: Callable) -> str:
