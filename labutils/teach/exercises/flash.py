@@ -513,7 +513,7 @@ def _more_queries(attempt: Attend) -> str:
             "without a NaN on the way."
         )
 
-    shapes = {"more queries than keys": (8, 5), "a block half before the keys": (7, 5)}
+    shapes = {f"first {n} of a block of 3 see none": (5 + n, 5) for n in (3, 2, 1)}
     return _attends(attempt, shapes, hint)
 
 
