@@ -513,7 +513,7 @@ def _more_queries(attempt: Attend) -> str:
             "without a NaN on the way."
         )
 
-    shapes = {f"first {n} of a block of 3 see none": (5 + n, 5) for n in (3, 2, 1)}
+    shapes = {"three see no key": (8, 5), "two see no key": (7, 5), "one sees no key": (6, 5)}
     return _attends(attempt, shapes, hint)
 
 
