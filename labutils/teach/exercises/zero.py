@@ -826,7 +826,8 @@ HUNT = Exercise(
         "Two bugs. Which number in `step` is of this rank's share alone, and should be of the "
         "whole gradient? "
         "What is read from w, in every step, that was more exact before?",
-        "The norm: all-reduce the square of mine.norm(), then take the root. The master: "
+        "The norm: all-reduce the square of self.master.grad.norm(), take the root, and scale "
+        "master.grad by max_norm / norm where that is below 1. The master: "
         "it is copied from the weights once, in __init__, and never again.",
     ),
 )
