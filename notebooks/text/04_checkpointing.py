@@ -213,7 +213,7 @@ predict("checkpointing/best-plan", evaluations=1000)
 # $$ e(n, c) = (r+1)\,n - \binom{c+r}{c+1}. $$
 #
 # So 10 snapshots with $r = 4$ reach 1001 layers. <!-- arithmetic: math.comb(10 + 4, 10) == 1001 -->
-# (Recorded several at once, layers without an interior need 237 in the same 12 values; with one of 11 outputs, as in GPT-2 XL, 322 stay best.)
+# (If several are recorded at once, layers without an interior need 237 in the same 12 values. With one of 11 outputs, as in GPT-2 XL, 322 stay best.)
 # <!-- claim: [min(cost for room, cost in checkpointing.frontier(checkpointing.Costs.uniform(100, interior=i)) if room <= 12 + i) for i in (0, 11)] == [237, 322] -->
 
 # %%
@@ -276,7 +276,7 @@ for which, i in {"first": 0, "second": 1, "last": -1}.items():
 #
 # $$ C(i, j, R) = \min \begin{cases} w_i + C(i+1,\, j,\; R - \text{interior}_i - \text{output}_i) \\ \min_m\; \bigl[\, w_i + \dots + w_{m-1} + C(i,\, m-1,\; R) \\ \qquad\quad + C(m,\, j,\; R - \text{size}(x_m)) \,\bigr] \end{cases} $$
 #
-# With no stage left C is 0; where R is negative there is no plan. `frontier` solves it for all budgets at once (Beaumont et al. for one), and returns every trade worth making, of plans that keep what they once kept until its turn.
+# With no stage left C is 0; where R is negative there is no plan. `frontier` solves it for all budgets at once (Beaumont et al. for one), and returns every trade worth making, as long as what is kept stays until its turn.
 
 # %% [markdown]
 # > The full step holds 33 MB of activations. With half of that, how much more do you compute, in percent of a forward pass?
@@ -686,7 +686,7 @@ units.text(2 * 32 * 1024 * 8192 * 125)
 # >   <!-- claim: checkpointing.segments(144, 12).on(checkpointing.Costs.uniform(144)).peak == 24 -->
 # > - The best plan for equal layers that are recorded one at a time is binomial: 25 evaluations for 10 layers with 3 snapshots, 322 for 100 with 10, 4636 for 1000 with 10.
 # >   <!-- claim: [checkpointing.binomial_evaluations(*case) for case in ((10, 3), (100, 10), (1000, 10))] == [25, 322, 4636] -->
-# > - For unequal layers and a budget in bytes, dynamic programming finds the best plan of whole layers that keeps what it once kept until its turn. With half of the activations our GPT computes 0.58 of a forward pass more, and 20 equal layers with an interior of 30 outputs 0.55.
+# > - For unequal layers and a budget in bytes, dynamic programming finds the best plan of whole layers, as long as what is kept stays until its turn. With half of the activations our GPT computes 0.58 of a forward pass more, and 20 equal layers with an interior of 30 outputs 0.55.
 # >   <!-- claim: round(min(cost for room, cost in checkpointing.frontier(checkpointing.Costs.uniform(20, interior=30)) if room <= 621 / 2) / 20 - 1, 2) == 0.55 -->
 # > - `checkpoint` keeps the arguments alone and changes no bit, if the second run sees the random state of the first.
 # >   <!-- claim: measure.saved_activations(lambda: checkpointing.checkpoint(torch.exp, torch.ones(8, requires_grad=True)), torch.nn.Module()).total == 32 -->

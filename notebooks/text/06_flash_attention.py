@@ -425,7 +425,7 @@ for keys, block in ((16384, 1024), (1024, 4)):
     print({x: f"{error(*in_bf16(keys), x, block):.1e}" for x in ("P", "o", "l")})
 
 # %% [markdown]
-# The cause is the number of blocks: with 16 of them the errors of $o$ and $\ell$ are as small as with 1024 keys, and with 256 that of $o$ as large as with 16 384. That of $\ell$ needs many keys, too: sums of 64 are nearly alike, and rounded alike.
+# The cause is the number of blocks: with 16 of them the errors of $o$ and $\ell$ are as small as with 1024 keys, and with 256 the error of $o$ is as large as with 16 384. That of $\ell$ needs many keys, too: the sums of 64 are nearly alike, and are rounded alike.
 #
 # So far the weight was spread over many keys. Queries a hundred times as long make scores of several hundred, and then few keys get all of it:
 
