@@ -383,7 +383,8 @@ def binomial_evaluations(n: int, snapshots: int) -> int:
 
 
 def binomial(n: int, snapshots: int) -> Reversal:
-    """The plan that reaches `binomial_evaluations`: the optimum for equal stages."""
+    """The plan that reaches `binomial_evaluations`: the optimum for equal stages that are recorded
+    one at a time. Where stages record little beside their outputs, `plan` finds cheaper ones."""
     fewest = functools.cache(binomial_evaluations)
     fewest(n, snapshots)
 
@@ -512,7 +513,7 @@ _optimum = functools.lru_cache(maxsize=8)(_Optimum)
 def frontier(costs: Costs) -> tuple[tuple[int, Cost], ...]:
     """Every trade worth making on a chain: (peak bytes, cost of the forward passes).
 
-    Bytes rise, costs fall.
+    Bytes rise, costs fall. Of plans that keep a value, once kept, until its own backward pass.
 
     >>> frontier(Costs.uniform(3))
     ((3, 5), (4, 3))

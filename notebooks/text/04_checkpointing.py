@@ -111,7 +111,7 @@ f"{unexplained} bytes unexplained in {len(plan.steps)} steps"
 # %% [markdown]
 # ## How little memory does one more forward pass buy?
 #
-# Cut n layers into k segments and keep each segment's input. When the backward pass reaches a segment, compute that segment once more, this time keeping
+# Cut n layers into k equal segments and keep each segment's input. When the backward pass reaches a segment, compute that segment once more, this time keeping
 # all of it.
 #
 # > 144 layers. Instead of 145 values (the input is one), how many do you hold with the best number of segments?
@@ -146,9 +146,12 @@ plots.plan_animation(checkpointing.segments(9, 3).timeline)
 # %% [markdown]
 # `Costs.uniform(n)` counts the input and every value of one unit, interiors and gradients of none. (Chen et al. do not count the input: one less.)
 #
+# Equal segments are not the best. When a segment is finished, its input goes, so the segments before it may be longer. Segments of 17, 16, …, 5 and 1 layers hold 18 values, about $\sqrt{2n}$, in 287 evaluations.
+# <!-- claim: min(room for room, cost in checkpointing.frontier(checkpointing.Costs.uniform(144)) if cost <= 2 * 144) == 18 and sum(range(5, 18)) + 1 == 144 -->
+#
 # ### Further: and a model of 1.5 billion parameters?
 #
-# Take GPT-2 XL with 32 sequences of 1024 tokens. The ZeRO paper counts 12 tensors of 105 MB in each of 48 layers, without scores. One of the twelve is the layer's output; the others are its interior.
+# Take GPT-2 XL with 32 sequences of 1024 tokens. The ZeRO paper counts 12 tensors of 105 MB in each of 48 layers, without scores. One of the twelve is the layer's output; the others its interior.
 
 # %%
 s, h, L = ModelConfig.named("gpt2-xl").letters("s h L")
@@ -188,10 +191,10 @@ show(checkpointing.plans._unroll)
 # %% [markdown]
 # ## Further: what is the best plan for the memory you have?
 #
-# Segments compute most layers twice. If memory does not even hold $2\sqrt n$ values, cut the segments into segments again, and compute a layer three or four times.
+# Segments compute most layers twice. If memory does not even hold $\sqrt{2n}$ values, cut the segments into segments again, and compute a layer three or four times.
 # Which cuts need the fewest evaluations?
 #
-# > 100 equal layers, and room for 10 *snapshots*: values that are kept for later, the input among them. How many forward evaluations does the best plan need?
+# > 100 equal layers, recorded one at a time, and room for 10 *snapshots*: values that are kept for later, the input among them. How many forward evaluations does the best plan need?
 
 # %%
 predict("checkpointing/best-plan", evaluations=1000)
@@ -203,13 +206,15 @@ predict("checkpointing/best-plan", evaluations=1000)
 # $$ e(n, c) = \min_{1 \le m < n}\; \bigl[\, m + e(n-m,\, c-1) + e(m,\, c) \,\bigr]. $$
 #
 # The recurrence ends in two places. One layer needs one evaluation: $e(1, c) = 1$. And with $x_0$ as the only snapshot every layer starts from $x_0$ again: $e(n, 1) = n(n+1)/2$.
-# (The layer that is being computed has values of its own: in the first picture 4 snapshots hold 6.)
+# (The layer being computed has values of its own: in the first picture 4 snapshots hold 6.)
 #
 # Griewank and Walther solved this in closed form. If each layer may be computed r times before it is recorded, c snapshots reach $\binom{c+r}{c}$ layers. Take the least r that reaches n:
 #
 # $$ e(n, c) = (r+1)\,n - \binom{c+r}{c+1}. $$
 #
-# So the reach of c snapshots grows like a binomial coefficient, and 10 snapshots with $r = 4$ reach 1001 layers. <!-- arithmetic: math.comb(10 + 4, 10) == 1001 -->
+# So 10 snapshots with $r = 4$ reach 1001 layers. <!-- arithmetic: math.comb(10 + 4, 10) == 1001 -->
+# (If several are recorded at once, layers without an interior need 237 in the same 12 values. With one of 11 outputs, as in GPT-2 XL, 322 stay best.)
+# <!-- claim: [min(cost for room, cost in checkpointing.frontier(checkpointing.Costs.uniform(100, interior=i)) if room <= 12 + i) for i in (0, 11)] == [237, 322] -->
 
 # %%
 for n, snapshots in [(10, 3), (100, 10), (1000, 10)]:
@@ -246,8 +251,7 @@ show(exercises.fewest_evaluations)
 # %% [markdown]
 # ## Further: what is the best plan for a real model?
 #
-# Real chains are not uniform. An embedding costs no FLOPs, a head makes scores as wide as the vocabulary, blocks are heavy inside. Take a GPT apart into
-# a chain and measure every stage:
+# Real chains are not uniform: an embedding costs no FLOPs, a head makes scores as wide as the vocabulary. Take a GPT apart and measure every stage:
 
 # %%
 still = ModelConfig(
@@ -266,13 +270,13 @@ for which, i in {"first": 0, "second": 1, "last": -1}.items():
     print(f"{which:6} stage: {units.text(stage.forward, 'FLOP')}, {amounts}")
 
 # %% [markdown]
-# The same recurrence works, with bytes in place of snapshots and with one choice more: a stage may be *recorded* in the first sweep, where its interior is small or memory is plenty.
+# The same recurrence works, with bytes in place of snapshots and one choice more: a stage may be *recorded* in the first sweep, where its interior is small or memory is plenty.
 #
 # Let $w_i$ be the FLOPs of one evaluation of stage i. You have to take stages $i \dots j$ backward, with R bytes of room besides $x_i$. Either record stage i at once; its interior and output are then held until the end. Or go on to some $x_m$, keep it, and come back:
 #
 # $$ C(i, j, R) = \min \begin{cases} w_i + C(i+1,\, j,\; R - \text{interior}_i - \text{output}_i) \\ \min_m\; \bigl[\, w_i + \dots + w_{m-1} + C(i,\, m-1,\; R) \\ \qquad\quad + C(m,\, j,\; R - \text{size}(x_m)) \,\bigr] \end{cases} $$
 #
-# With no stage left C is 0; where R would be negative there is no plan. `frontier` solves it for all budgets at once (Beaumont et al. for one), and returns every trade of whole stages that is worth making.
+# With no stage left C is 0; where R is negative there is no plan. `frontier` solves it for all budgets at once (Beaumont et al. for one), and returns every trade worth making, as long as what is kept stays until its turn.
 
 # %% [markdown]
 # > The full step holds 33 MB of activations. With half of that, how much more do you compute, in percent of a forward pass?
@@ -300,7 +304,7 @@ reveal("checkpointing/half-the-memory", percent=round(100 * extra))
 
 # %% [markdown]
 # Within half of the activations' memory a step costs 0.58 of a forward pass more, 19 % of a step's FLOPs: some stages are computed twice, the others once. (The plan may hold less than half: the trades are stairs.)
-# So nothing forces you to checkpoint *all* layers, as most configurations do. Carry it out, and compare gradients, FLOPs and bytes:
+# So nothing forces you to checkpoint *all* layers, as most configurations do. Carry it out; compare gradients, FLOPs, bytes:
 
 # %%
 torch.manual_seed(2)
@@ -323,8 +327,7 @@ title = "Within half of the activations: one mountain becomes three smaller ones
 plots.memory_timeline(executed.history, title=title)
 
 # %% [markdown]
-# Every gradient is equal to the bit, dropout included. What is counted is what is *held between steps* of the plan; inside a step, an operation needs
-# temporary memory on top (lab 03).
+# Every gradient is equal to the bit, dropout included. Counted is what is *held between steps*; inside a step an operation needs temporary memory on top (lab 03).
 #
 # Lower the budget: the first sweep drops more and more, then the second leaves gaps, too.
 
@@ -538,12 +541,12 @@ for name, s in ((name, s) for name, lengths in sizes.items() for s in lengths):
     print(f"; to the end {to_the_end:.1%}, early {early:.1%}")
 
 # %% [markdown]
-# So a model has 33 % if it recomputes to the end and its head is small. The same head of 128 000 words is 6 % of the forward pass in a model of 8 billion parameters, and 0.5 % in one of 405 billion.
+# So a model has 33 % if it recomputes to the end and its head is small. The same head of 128 000 words is 6 % of the forward pass with 8 billion parameters, and 0.5 % with 405 billion.
 
 # %% [markdown]
 # ### Further: time is not FLOPs
 #
-# Korthikanti et al. (table 4) timed one layer of a 22B model: 7.7 ms forward, 11.9 ms backward. So the backward pass takes 1.55 times as long as the forward pass, not twice, and one more forward pass weighs more:
+# Korthikanti et al. (table 4) timed one layer of a 22B model: 7.7 ms forward, 11.9 ms backward. So the backward pass takes 1.55 times as long as the forward, not twice, and one more forward weighs more:
 #
 # $$ \text{overhead} = \frac{1}{1 + \rho}, \quad \rho = \frac{\text{backward}}{\text{forward}}. $$
 
@@ -570,7 +573,7 @@ for width, s, b in ((64, 64, 8), (512, 128, 2)):
     print(f"by the clock {sum(full) / both - 1:.0%}")
 
 # %% [markdown]
-# In the wide model products fill more of the time, and the clock comes nearer to the FLOPs. In the narrow one norms, softmax, GELU and Python weigh more, and no FLOP counter sees them.
+# In the wide model products fill more of the time, and the clock comes nearer to the FLOPs. In the narrow one norms, softmax, GELU and Python, which no FLOP counter sees, weigh more.
 
 # %% [markdown]
 # ## Further: which part is cheapest to compute again?
@@ -679,11 +682,11 @@ units.text(2 * 32 * 1024 * 8192 * 125)
 #
 # > - With nothing kept, n layers take $n(n+1)/2$ evaluations: 55 for 10, 5050 for 100.
 # >   <!-- claim: [sum(checkpointing.keep_nothing(n).evaluations) for n in (4, 10, 100)] == [10, 55, 5050] -->
-# > - $\sqrt n$ segments hold $2\sqrt n$ values for less than one extra forward pass: 24 instead of 145 for 144 equal layers. What layers record besides their output makes shorter segments better.
+# > - $\sqrt n$ equal segments hold $2\sqrt n$ values for less than one extra forward pass: 24 instead of 145 for 144 equal layers, and 18 where segments get shorter towards the end. What layers record besides their output makes shorter segments better.
 # >   <!-- claim: checkpointing.segments(144, 12).on(checkpointing.Costs.uniform(144)).peak == 24 -->
-# > - The best plan for equal layers is binomial: 25 evaluations for 10 layers with 3 snapshots, 322 for 100 with 10, 4636 for 1000 with 10.
+# > - The best plan for equal layers that are recorded one at a time is binomial: 25 evaluations for 10 layers with 3 snapshots, 322 for 100 with 10, 4636 for 1000 with 10.
 # >   <!-- claim: [checkpointing.binomial_evaluations(*case) for case in ((10, 3), (100, 10), (1000, 10))] == [25, 322, 4636] -->
-# > - For unequal layers and a budget in bytes, dynamic programming finds the best plan of whole layers. With half of the activations our GPT computes 0.58 of a forward pass more, and 20 equal layers with an interior of 30 outputs 0.55.
+# > - For unequal layers and a budget in bytes, dynamic programming finds the best plan of whole layers, as long as what is kept stays until its turn. With half of the activations our GPT computes 0.58 of a forward pass more, and 20 equal layers with an interior of 30 outputs 0.55.
 # >   <!-- claim: round(min(cost for room, cost in checkpointing.frontier(checkpointing.Costs.uniform(20, interior=30)) if room <= 621 / 2) / 20 - 1, 2) == 0.55 -->
 # > - `checkpoint` keeps the arguments alone and changes no bit, if the second run sees the random state of the first.
 # >   <!-- claim: measure.saved_activations(lambda: checkpointing.checkpoint(torch.exp, torch.ones(8, requires_grad=True)), torch.nn.Module()).total == 32 -->

@@ -418,13 +418,14 @@ reveal(
 # (That holds for scores up to 32,768. From there on the numbers of bf16 lie 256 apart, a rounded maximum may be too small by 128, and $e^{128}$ overflows in fp32.)
 #
 # The columns are 1024, 4096 and 16 384 keys. With more keys the errors of the two sums $\ell$ and $o$ grow, and that of $P$ does not. More keys also mean more blocks,
-# and each block rounds a sum once more. Which of the two is the cause? Here are 16 384 keys again, but in 16 blocks, as many as 1024 keys had:
+# and each block rounds a sum once more. Which of the two is the cause? Here are 16 384 keys in 16 blocks, as many as 1024 keys had, and 1024 keys in 256 blocks:
 
 # %%
-{name: f"{error(*in_bf16(16384), name, block=1024):.1e}" for name in ("P", "o", "l")}
+for keys, block in ((16384, 1024), (1024, 4)):
+    print({x: f"{error(*in_bf16(keys), x, block):.1e}" for x in ("P", "o", "l")})
 
 # %% [markdown]
-# The cause is the number of blocks: with 16 of them the errors of $o$ and $\ell$ are as small as with 1024 keys.
+# The cause is the number of blocks: with 16 of them the errors of $o$ and $\ell$ are as small as with 1024 keys, and with 256 the error of $o$ is as large as with 16 384. That of $\ell$ needs many keys, too: the sums of 64 are nearly alike, and are rounded alike.
 #
 # So far the weight was spread over many keys. Queries a hundred times as long make scores of several hundred, and then few keys get all of it:
 

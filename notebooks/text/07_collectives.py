@@ -449,7 +449,7 @@ check("collectives/ring-all-reduce", ring_all_reduce)
 hint("collectives/ring-all-reduce", 1)
 
 # %% [markdown]
-# The library's ring is two rounds of the same four lines; the first one adds, in the dtype that travels. In bf16 each hop rounds: the sum of a one from each of 1024 ranks stops at 256 (lab 01), where a tree of ten additions reaches 1024. Lab 08 measures how far real gradients are off.
+# The library's ring is two rounds of the same four lines; the first one adds, in the dtype that travels. In bf16 each hop rounds: the sum of a one from each of 1024 ranks stops at 256 (lab 01), where a tree of ten additions reaches 1024. Lab 08 measures it on random gradients.
 # <!-- claim: (precision.running_sum(torch.ones(1024), "bf16")[-1].item(), precision.pairwise_sum(torch.ones(1024), "bf16").item()) == (256, 1024) -->
 
 # %%

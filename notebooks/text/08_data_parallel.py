@@ -644,7 +644,7 @@ medium = ModelConfig(**sizes, vocab_size=128, seq_len=32)
 
 
 def train(net, wrapper, data):
-    """Weights and states after three steps."""
+    """Weights and states after three steps, and the storages that gradients lie in."""
     optimizer = torch.optim.AdamW(net.parameters(), eps=1e-4)  # above rounding noise
     for _ in range(3):
         optimizer.zero_grad()
@@ -652,7 +652,8 @@ def train(net, wrapper, data):
         nn.functional.cross_entropy(outputs, data[1].flatten()).backward()
         optimizer.step()
     weights = nn.utils.parameters_to_vector(net.parameters()).detach()
-    return weights, measure.model_states(net, optimizer)
+    places = {weight.grad.untyped_storage().data_ptr() for weight in net.parameters()}
+    return weights, measure.model_states(net, optimizer), len(places)
 
 
 # %%
@@ -669,12 +670,13 @@ def trained(rank, whose):
 
 # %%
 alone = GPT(medium, generator=torch.Generator().manual_seed(0))
-expected, _ = train(alone, alone, batch)
+expected, *_ = train(alone, alone, batch)
 for whose in ("theirs", "ours"):
-    (first, states), (second, _), *_ = processes.run(trained, whose)
+    (first, states, places), (second, *_), *_ = processes.run(trained, whose)
     right = torch.allclose(first, expected, rtol=0, atol=1e-6)
     same, held = torch.equal(first, second), units.text(states.total)
-    print(f"{whose:6} equal: {right}, ranks the same bits: {same}, {held} held")
+    told = f"{whose:6} equal: {right}, ranks the same bits: {same}"
+    print(f"{told}, {held} held, gradients in storages: {places}")
 
 # %%
 numbers = dict(nbytes=4 * medium.num_params, n=4)
@@ -690,7 +692,7 @@ formulas.states(medium, setting, Mesh(dp=4)).diff(states)
 processes.close()
 
 # %% [markdown]
-# Gradients are views of the buckets, so the buckets add nothing. What gloo itself sends is not counted here. `make bench` times both.
+# All gradients lie in one or two storages, the buckets, which so add nothing. (Without `gradient_as_bucket_view` DDP's buckets come on top, unseen by this count.) What gloo itself sends is not counted here. `make bench` times both.
 #
 # ## Further: turn the knobs
 #

@@ -327,7 +327,7 @@ results.peak_states.diff(results.history.peak.ledger)
 
 # %% [markdown]
 # A quarter of everything is what stays. The last three lines, here the larger part of a small model, are *transient*: the unit that computes, the next one,
-# and what belongs to no layer (embeddings, head) and is whole through the entire pass.
+# and what belongs to no layer (embeddings, head) and is whole through the entire pass. *On its way* is a matrix's gradient that is not in its bucket yet.
 
 # %% [markdown]
 # ### Exercise 9.2 · Gather, use, free (15 min, ●●○)
@@ -352,7 +352,7 @@ hint("zero/schedule", 1)
 show(zero.unit_order)
 
 # %% [markdown]
-# Nobody writes such a list for a real model. `zero.shard` sets hooks before and after each unit's passes, which do the same when its turn comes.
+# Nobody writes such a list for a real model. `zero.shard` sets hooks before and after each unit's passes, which do the same when its turn comes, and free the last unit too: hence all of 3Ψ above.
 
 # %% [markdown]
 # ### Further: one rank of 16,384
@@ -886,7 +886,7 @@ world.ledger.by("name"), 4 * (4 * psi * 3 // 4)
 #
 # **(2Ψ + 2Ψ + kΨ)/N_d at level 3** (the same notes, after the ZeRO paper's table 1). True between units; it leaves out what is whole for a moment: for the model of a trillion parameters on 1024 devices 15.8 GB become 89.3 GB, as above. <!-- erratum: S3-018 -->
 #
-# **The paper's table 1** truncates: 257.75 GB stand there as 257, 4187.5 as 4187. <!-- erratum: ZE-30 -->
+# **The paper's table 1** truncates whole numbers: 257.75 GB stand there as 257, 4187.5 as 4187. Those with decimals it rounds (41.25 to 41.3). <!-- erratum: ZE-30 -->
 
 # %% [markdown]
 # ## Summary
@@ -903,7 +903,7 @@ world.ledger.by("name"), 4 * (4 * psi * 3 // 4)
 # >   <!-- claim: collectives.sent("all_reduce_ring", nbytes=960, n=4).by("rank")[0] * 4 == collectives.sent("all_reduce_ring", nbytes=4 * 960, n=4).by("rank")[0] -->
 # > - With micro-batches levels 2 and 3 reduce after each one, if they keep no whole gradients, and level 1 once: with eight, level 2 sends 4.5 times as much.
 # >   <!-- claim: claims.zero_sends(2, micro_batches=8) == 4.5 * claims.zero_sends(1, micro_batches=8) -->
-# > - The floors of levels 1 and 2 are 4Ψ and 2Ψ. That of level 3, with layers as units, is two layers, their gradients and the embeddings, whole for a moment on top of 16Ψ/N: 44.5 GB for Llama-3.1-405B on 16,384 ranks. Embedding and head as units of their own save 16.8 GB of that.
+# > - The floors of levels 1 and 2 are 4Ψ and 2Ψ. That of level 3, with layers as units, is two layers and the embeddings with their gradients, and one matrix's gradient on its way, on top of 16Ψ/N: 44.5 GB for Llama-3.1-405B on 16,384 ranks. Embedding and head as units of their own save 16.8 GB of that.
 # >   <!-- claim: round(8e-9 * (lambda m: m.vocab_size * m.d_model)(config.ModelConfig.named("llama-3.1-405b")), 1) == 16.8 -->
 # >   <!-- claim: round(1e-9 * predict.peak_states(config.ModelConfig.named("llama-3.1-405b"), config.TrainConfig(micro_batch=1, global_batch=16384, zero=3), config.Mesh(dp=16384)).total, 1) == 44.5 -->
 # >   <!-- claim: [round(zero.model_states(1, 10**9, level).total, 6) for level in (1, 2)] == [4, 2] -->

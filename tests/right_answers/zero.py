@@ -291,6 +291,16 @@ class _InPlaceSum(_ReducesInFp32):
         return squares.sqrt()
 
 
+class _UnlessItIsOld(_ReducesInFp32):
+    """The master is read back from w where somebody else has changed w, and only there."""
+
+    def step(self, max_norm):
+        mine = self.own(self.w.detach())
+        if not torch.equal(mine, self.master.detach().bfloat16()):
+            self.master.data.copy_(mine)
+        return super().step(max_norm)
+
+
 RIGHT = {
     "zero/optimizer": {
         "broadcasts from the owners": _Owners,
@@ -318,5 +328,6 @@ RIGHT = {
         "gradients reduced in fp32": _ReducesInFp32,
         "the library's clipping": _ClipsByTheLibrary,
         "norms gathered": _NormsGathered,
+        "read back where w was changed": _UnlessItIsOld,
     },
 }

@@ -183,6 +183,28 @@ class _OneSlot(torch.autograd.Function):
         return None, x.grad, None
 
 
+_SLOTS: dict = {}
+
+
+class _ASlotForEachFunction(torch.autograd.Function):
+    """Keeps its state in one place for all calls of a function."""
+
+    @staticmethod
+    def forward(ctx, fn, x, anchor):
+        ctx.fn, _SLOTS[fn] = fn, (x, torch.get_rng_state())
+        return fn(x)
+
+    @staticmethod
+    def backward(ctx, slope):
+        x, state = _SLOTS[ctx.fn]
+        x = x.detach().requires_grad_()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(state)
+            y = ctx.fn(x)
+        torch.autograd.backward(y, slope)
+        return None, x.grad, None
+
+
 class _Clones(torch.autograd.Function):
     """Keeps fifty copies where autograd does not look."""
 
@@ -279,6 +301,20 @@ def _trips(checkpoint: Callable) -> bool:
         call(layer, torch.ones(2, 4, requires_grad=True)).sum().backward()
         outcomes.append([parameter.grad for parameter in layer.parameters()])
     return not all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+
+
+def _none_and_what_comes_next(checkpoint: Callable) -> bool:
+    """Whether gradients are there, and the next random number; no gradient's value."""
+    outcomes = []
+    for call in (lambda layer, x: layer(x), checkpoint):
+        layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5))
+        torch.manual_seed(0)
+        y = call(layer, torch.ones(2, 8, requires_grad=True))
+        torch.rand(1)
+        y.sum().backward()
+        there = [parameter.grad is not None for parameter in layer.parameters()]
+        outcomes.append((there, torch.rand(1).item()))
+    return outcomes[0] != outcomes[1]
 
 
 WRONG = {
@@ -443,6 +479,12 @@ WRONG = {
             "one slot for all calls", _anchored(_OneSlot), "two in a row", "next call overwrites"
         ),
         Wrong(
+            "one slot for each function",
+            _anchored(_ASlotForEachFunction),
+            "two in a row",
+            "belongs to that call",
+        ),
+        Wrong(
             "fifty copies that autograd does not see",
             _anchored(_Clones),
             "nothing kept elsewhere",
@@ -495,6 +537,12 @@ WRONG = {
             _compares(lambda layer, x, y: [layer[1].weight.grad], width=1),
             "catches another mask",
             "hangs on chance",
+        ),
+        Wrong(
+            "whether gradients are there, and what comes next",
+            _none_and_what_comes_next,
+            "catches another mask",
+            "compare gradients",
         ),
         Wrong("words", lambda c: "broken", "lets right ones pass", "Return True"),
         Wrong(

@@ -348,6 +348,13 @@ def _test_total(all_reduce, ranks):
     )
 
 
+def _test_equal_load(all_reduce, ranks):
+    """As many bytes from every rank, however many."""
+    complaints = [line for line in exercises.faults(all_reduce, ranks) if "sent" not in line]
+    sent = ranks.ledger.by("rank").values()
+    return complaints or max(sent, default=0) - min(sent, default=0) > 8
+
+
 def _test_without_comparing_ranks(all_reduce, ranks):
     """Every rank against the sum, none against another one."""
     draw = torch.Generator().manual_seed(0)
@@ -365,6 +372,17 @@ def _test_without_comparing_ranks(all_reduce, ranks):
 def _tree_a_round_short(x, comm):
     x = x.clone()
     for width in (2**k for k in range(comm.size.bit_length() - 1)):
+        if comm.rank < width and comm.rank + width < comm.size:
+            comm.send(x, comm.rank + width)
+        elif width <= comm.rank < 2 * width:
+            comm.recv(x, comm.rank - width)
+    return x
+
+
+def _tree_of_three_rounds(x, comm):
+    """Enough for eight ranks."""
+    x = x.clone()
+    for width in (1, 2, 4):
         if comm.rank < width and comm.rank + width < comm.size:
             comm.send(x, comm.rank + width)
         elif width <= comm.rank < 2 * width:
@@ -506,6 +524,9 @@ WRONG = {
         Wrong("a star", collectives.broadcast_star, "steps", "Rank 0 sends to everybody"),
         Wrong("a heap", _tree_of_a_heap, "steps", "Some who have the tensor wait"),
         Wrong("a round too few", _tree_a_round_short, "any number of ranks", "is a round missing"),
+        Wrong(
+            "three rounds", _tree_of_three_rounds, "any number of ranks", "is a round missing"
+        ),
         Wrong("a chain", _tree_chain, "steps", "Each rank waits"),
         Wrong("only powers of two", _tree_powers_only, "any number of ranks", "ranks that exist"),
         Wrong(
@@ -548,6 +569,12 @@ WRONG = {
             "lengths that N divides", _test_even_lengths, "catches wrong values", "no multiple of N"
         ),
         Wrong("equal to the last bit", _test_too_strict, "lets a sound ring pass", "allclose"),
+        Wrong(
+            "equal load, however much",
+            _test_equal_load,
+            "catches an overworked rank",
+            "send equally much, and too much",
+        ),
         Wrong("total bytes", _test_total, "catches an overworked rank", "busiest rank"),
     ),
 }

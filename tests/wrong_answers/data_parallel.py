@@ -23,6 +23,32 @@ def _trainable_only(module: nn.Module, comm: world.Comm) -> None:
             parameter.register_post_accumulate_grad_hook(average)
 
 
+def _the_first_alone(module: nn.Module, comm: world.Comm) -> None:
+    """The first gradient leaves in its hook, all others in the last one."""
+    for parameter in module.parameters():
+        comm.broadcast(parameter, out=parameter)
+    trained, came = [p for p in module.parameters() if p.requires_grad], []
+
+    def average(parameter: Tensor) -> None:
+        came.append(parameter)
+        leaving = [parameter] * (len(came) == 1)
+        if len(came) == len(trained):
+            leaving = came[1:]
+        for each in leaving:
+            each.grad.copy_(comm.all_reduce(each.grad) / comm.size)
+        if len(came) == len(trained):
+            came.clear()
+
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(average)
+
+
+def _seeds_everything(length: int, rank: int, size: int, epoch: int) -> list[int]:
+    torch.manual_seed(epoch)
+    order = torch.randperm(length).tolist()
+    return (order * size)[: -(-length // size) * size][rank::size]
+
+
 def _rotated(length: int, rank: int, size: int, epoch: int) -> list[int]:
     order = list(range(length))
     random.Random(0).shuffle(order)
@@ -214,6 +240,29 @@ class _Buckets:
         return self.module(x)
 
 
+class _SendsAgain(_Buckets):
+    """What has left in a step goes again with each bucket that follows."""
+
+    left: tuple[Tensor, ...] = ()
+
+    def flush(self) -> None:
+        leaving = tuple(self.waiting)
+        self.waiting = [*self.left, *leaving]
+        super().flush()
+        self.left = (*self.left, *leaving) if self.seen < self.count else ()
+
+
+class _OneByOneLater(_Buckets):
+    """Nothing is missing any more after the first step, so each gradient goes alone."""
+
+    stepped = False
+
+    def ready(self, parameter: Tensor) -> None:
+        self.bucket_bytes = 0 if self.stepped else self.bucket_bytes
+        super().ready(parameter)
+        self.stepped = self.stepped or self.seen == 0
+
+
 class _WaitsForTheFirst(_Buckets):
     """Takes the parameter that was registered first for the one that comes last."""
 
@@ -299,6 +348,12 @@ WRONG = {
             "or reversed",
         ),
         Wrong("two orders in turn", _two_orders, "a new order in every epoch", "a copy"),
+        Wrong(
+            "seeds torch's own generator",
+            _seeds_everything,
+            "a new order in every epoch",
+            "one of your own",
+        ),
         Wrong("example 0 fills up", _filled_with_0, "nobody works twice", "should be spread"),
         Wrong("one more than needed", _one_more, "nobody works twice", "where N divides it"),
         Wrong(
@@ -372,6 +427,12 @@ WRONG = {
             "whole gradient",
         ),
         Wrong(
+            "the first alone leaves early",
+            _the_first_alone,
+            "during the backward pass",
+            "have long been ready",
+        ),
+        Wrong(
             "all at the end", _all_at_the_end, "during the backward pass", "have long been ready"
         ),
     ),
@@ -418,6 +479,13 @@ WRONG = {
             functools.partial(_Buckets, flat=False),
             "few messages",
             "one flat tensor",
+        ),
+        Wrong("sends what has left", _SendsAgain, "few messages", "empty the bucket"),
+        Wrong(
+            "a message for each parameter from the second step on",
+            _OneByOneLater,
+            "few messages",
+            "in every step",
         ),
         Wrong(
             "one bucket at the end",

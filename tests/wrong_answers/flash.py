@@ -273,6 +273,39 @@ def _lowest(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor,
     return out, lse.clamp_min(lowest)
 
 
+def _clamped(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Takes every lse below −10,000 for −10,000."""
+    nowhere = torch.maximum(lse1, lse2) == -math.inf
+    out, lse = flash.merge(o1, lse1.clamp_min(-1e4), o2, lse2.clamp_min(-1e4))
+    return out.masked_fill(nowhere[..., None], 0), lse.masked_fill(nowhere, -math.inf)
+
+
+def _of_the_first(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """A row counts where the first part sees it."""
+    seen = lse1 > -math.inf
+    out, lse = flash.merge(o1, lse1, o2, lse2)
+    return out.masked_fill(~seen[..., None], 0), lse.masked_fill(~seen, -math.inf)
+
+
+def _blocks_before_the_keys(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, block_q: int, block_k: int
+) -> tuple[Tensor, Tensor]:
+    """Nothing for a block of queries whose first one comes before every key."""
+    out, lse = flash.attention(q, k, v, causal=causal, block_q=block_q, block_k=block_k)
+    blind = -(-max(0, q.shape[2] - k.shape[2]) // block_q) * block_q * causal
+    out[:, :, :blind], lse[:, :, :blind] = 0, -math.inf
+    return out, lse
+
+
+def _heads_needed(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of the two lse, in the places of (b, a, s)."""
+    shares = torch.stack([lse1, lse2]).sub(torch.maximum(lse1, lse2)).softmax(0)
+    return (
+        torch.einsum("pbas,pbasd->basd", shares, torch.stack([o1, o2])),
+        torch.logaddexp(lse1, lse2),
+    )
+
+
 def _at_once(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: int) -> tuple[Tensor, Tensor]:
     return flash.plain(q, k, v, causal=causal)
 
@@ -349,6 +382,7 @@ WRONG = {
         Wrong(
             "the maximum starts at 0", _online_with(start=0.0), "huge scores", "before the first"
         ),
+        Wrong("starts at −100 000", _online_with(start=-1e5), "huge scores", "never replaced"),
         Wrong("lse first", _swapped, "the maximum comes first", "comes first"),
         Wrong(
             "starts from −inf",
@@ -387,6 +421,9 @@ WRONG = {
         Wrong("shares of lse", _shares_of_lse, "outputs", "exp(its lse)"),
         Wrong("the mean of both lse", _mean_of_lse, "log-sum-exp", "not their logarithms"),
         Wrong("a softmax over queries", _over_rows, "outputs", "row by row"),
+        Wrong("lse below −10,000 clamped", _clamped, "large scores", "a number like any other"),
+        Wrong("batch and heads needed", _heads_needed, "outputs", "any number of dims"),
+        Wrong("rows of the first part", _of_the_first, "parts without keys", "0 and −inf"),
         Wrong("a guarded division", _guarded, "outputs", "add nothing"),
         Wrong("the lowest number", _lowest, "parts without keys", "0 and −inf"),
     ),
@@ -415,6 +452,12 @@ WRONG = {
         Wrong("causal is not asked", _always_causal, "without a mask", "sees every key"),
         Wrong("all scores at once", _at_once, "still in tiles", "the scores exist again"),
         Wrong("tiles of mask", _all_tiles, "still in tiles", "leave the loop"),
+        Wrong(
+            "no block that begins before the keys",
+            _blocks_before_the_keys,
+            "more queries than keys",
+            "before every key",
+        ),
         Wrong("no offset below 0", _offset_at_least_0, "more queries than keys", "before every key"),
         Wrong("one query is special", _last_row_alone, "new tokens after a cache", "key 0 alone"),
         Wrong("one key too far", _one_too_far, "as many queries as keys", "0 … i"),

@@ -238,6 +238,8 @@ class _Half:
     of_rank_0 = means_elements = largest_element = clips_late = of_gradients = False
     local_norm = rereads = adds_norms = largest_norm = clips_early = gathers = whole_master = False
     no_root = means_squares = scales_up = tells_nothing = wide_weights = means_norms = False
+    remakes = norm_of_before = False
+    before: Tensor | None = None
 
     def __init__(self, w: nn.Parameter, comm: world.Comm, make: exercises.Make) -> None:
         self.w, self.comm = w, comm
@@ -245,7 +247,7 @@ class _Half:
         self.master = nn.Parameter(
             (self.padded(w.detach()) if self.whole_master else self.own(w.detach())).float().clone()
         )
-        self.inner = make([self.master])
+        self.make, self.inner = make, make([self.master])
 
     def padded(self, x: Tensor) -> Tensor:
         return nn.functional.pad(x, (0, self.dealt.padding))
@@ -281,10 +283,14 @@ class _Half:
             norm = (
                 self.comm.all_reduce(norm**2) / (self.comm.size if self.means_squares else 1)
             ).sqrt()
-        factor = min(math.inf if self.scales_up else 1.0, max_norm / norm.item())
+        clips_by = self.before if self.norm_of_before and self.before is not None else norm
+        self.before = norm
+        factor = min(math.inf if self.scales_up else 1.0, max_norm / clips_by.item())
         mine = mine * (1 if self.clips_late else factor)
         if self.rereads:
             self.master.data.copy_(self.own(self.w.detach()))
+        if self.remakes:
+            self.inner = self.make([self.master])
         self.master.grad = self.comm.all_gather(mine) if self.whole_master else mine
         self.inner.step()
         new = (
@@ -455,6 +461,18 @@ WRONG = {
             _slip(_Half, "wide_weights"),
             "bytes sent",
             "Do the new weights travel in fp32",
+        ),
+        Wrong(
+            "clips by the norm of the step before",
+            _slip(_Half, "norm_of_before"),
+            "step after step",
+            "the norm of its own gradient",
+        ),
+        Wrong(
+            "another optimizer in each step",
+            _slip(_Half, "remakes"),
+            "step after step",
+            "made anew in every step",
         ),
         Wrong(
             "gathers the gradient for its norm", _slip(_Half, "gathers"), "bytes sent", "one number"

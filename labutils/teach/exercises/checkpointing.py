@@ -453,26 +453,32 @@ def _nothing_else(attempt: Callable) -> str:
 
 
 def _in_a_row(attempt: Callable) -> str:
+    for told, places in (("two blocks in a row", (0, 1)), ("one block twice", (0, 0))):
+        _chained(attempt, told, places)
+    return "2 blocks, and one twice, to the bit"
+
+
+def _chained(attempt: Callable, told: str, places: tuple[int, ...]) -> None:
     found = []
     for call in (attempt, lambda block, x: block(x)):
         torch.manual_seed(0)
-        blocks, x = [_Block(0.5), _Block(0.5)], torch.linspace(-1, 1, 128).view(8, 16)
+        made = [_Block(0.5) for _ in set(places)]
+        blocks, x = [made[place] for place in places], torch.linspace(-1, 1, 128).view(8, 16)
         x.requires_grad_()
         y = x
         for block in blocks:
             y = call(block, y)
         _backward(y)
-        found.append([x.grad] + [p.grad for block in blocks for p in block.parameters()])
+        found.append([x.grad] + [p.grad for block in made for p in block.parameters()])
     for k, (mine, right) in enumerate(zip(*found, strict=True)):
         if not _same(mine, right):
             raise Failed(
-                f"two blocks in a row: the gradient of {'x' if k == 0 else 'a weight'} is "
+                f"{told}: the gradient of {'x' if k == 0 else 'a weight'} is "
                 f"{'missing' if mine is None else 'wrong'}",
                 "Both regions wait for the backward pass at the same time. What one of them keeps "
                 "belongs to that call, in ctx or in a closure, and not to a variable that the next "
                 "call overwrites.",
             )
-    return "2 blocks, to the bit"
 
 
 def _twice(attempt: Callable) -> str:
@@ -569,6 +575,16 @@ def textbook(
     return checkpoint
 
 
+def _drawn_apart(fn: Callable, x: Tensor) -> Tensor:
+    """Draws another mask the second time, and leaves the generator where it was."""
+
+    def apart(x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[], enabled=torch.is_grad_enabled()):
+            return fn(x)
+
+    return textbook("no")(apart, x)
+
+
 CHECKPOINT = Exercise(
     id="checkpointing/checkpoint",
     reference=checkpointing.checkpoint,
@@ -647,8 +663,8 @@ def _innocent(attempt: Callable) -> str:
     return "3 right implementations pass"
 
 
-def _caught(attempt: Callable, implementation: Callable, story: str, advice: str) -> str:
-    if not _verdict(attempt, implementation):
+def _caught(attempt: Callable, *, of: tuple[Callable, ...], story: str, advice: str) -> str:
+    if not all(_verdict(attempt, implementation) for implementation in of):
         raise Failed(story, advice)
     return "caught"
 
@@ -688,14 +704,14 @@ TEST = Exercise(
         Property(
             "catches lost weights",
             _caught,
-            implementation=textbook("fork", "grad"),
+            of=(textbook("fork", "grad"),),
             story="a checkpoint that gives no gradient to the weights passes your test",
             advice="Compare the gradients of the weights, not that of the input alone.",
         ),
         Property(
             "catches another mask",
             _caught,
-            implementation=textbook("no"),
+            of=(textbook("no"), _drawn_apart),
             story="a checkpoint that draws another dropout mask the second time passes your test",
             advice="Without dropout in the block the bug cannot show: "
             "put some in, and compare gradients.",
@@ -703,7 +719,7 @@ TEST = Exercise(
         Property(
             "catches a generator left behind",
             _caught,
-            implementation=textbook("set"),
+            of=(textbook("set"),),
             story="a checkpoint that leaves the random generator in the past passes your test",
             advice="All gradients of this step are right; the next step draws old numbers. "
             "Draw torch.rand(1) after the backward pass and compare that too. "

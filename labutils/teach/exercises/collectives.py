@@ -436,7 +436,7 @@ TREE = Exercise(
     reference=collectives.broadcast_tree,
     properties=(
         Property("values", _tree_values, sizes=(1, 2, 4, 8)),
-        Property("any number of ranks", _tree_values, sizes=(3, 5, 6, 7)),
+        Property("any number of ranks", _tree_values, sizes=(3, 5, 6, 7, 33)),
         Property("steps", _tree_steps),
     ),
     hints=(
@@ -504,6 +504,11 @@ def _last_differs(x, comm):
     return whole
 
 
+def _gathers_all(x, comm):
+    """Everybody gets all tensors and adds them in the same order."""
+    return collectives.all_gather_ring(x, comm).view(comm.size, -1).sum(0)
+
+
 def _no_messages(x, comm):
     return x * comm.size
 
@@ -542,6 +547,7 @@ IMPOSTORS: dict[str, Callable] = {
     "one whose last rank alone ends with another bit": _last_differs,
     "one that overwrites its input": _in_place,
     "the published ring, which passes whole tensors": _whole_tensors_twice,
+    "one that gathers all tensors on every rank": _gathers_all,
     "the one through rank 0": collectives.all_reduce_naive,
     "the one through the last rank": _through_the_last,
 }
@@ -578,6 +584,10 @@ _LOAD = {
     "the published ring, which passes whole tensors": (
         "Its values are right. Count: world.ledger.by('rank') after world.run, against "
         "collectives.sent('all_reduce_ring', …)."
+    ),
+    "one that gathers all tensors on every rank": (
+        "Its ranks send equally much, and too much: compare with collectives.sent("
+        "'all_reduce_ring', …)."
     ),
     "the one through rank 0": (
         "Its total over all ranks equals the ring's. What counts is the busiest rank: "

@@ -114,9 +114,11 @@ def _still_together(parts: list[list[int]]) -> float:
 
 def _shuffled(attempt: Callable) -> str:
     length, size = 64, 4
-    case = f"{length} examples on {size} ranks"
+    case, drawn = f"{length} examples on {size} ranks", torch.get_rng_state()
     epochs = [_dealt(attempt, length, size, epoch) for epoch in range(5)]
     first, second, *_ = epochs
+    seeded = not torch.equal(torch.get_rng_state(), drawn)
+    torch.set_rng_state(drawn)
     if first != _dealt(attempt, length, size, 0):
         raise Failed(
             f"{case}: two calls for epoch 0 differ",
@@ -150,6 +152,12 @@ def _shuffled(attempt: Callable) -> str:
                 f"{case}: epoch {k} has the order of epoch {i}, begun at another place or reversed",
                 "A rotation is no new order: the same examples meet again. Shuffle in every epoch.",
             )
+    if seeded:
+        raise Failed(
+            f"{case}: the call has seeded the generator from which everybody draws",
+            "All ranks seed it alike, and their dropout then drops the same units. Take one of "
+            "your own, torch.Generator().manual_seed(epoch).",
+        )
     return "epochs differ, calls agree"
 
 
@@ -536,9 +544,12 @@ def _early(attempt: Callable) -> str:
     start = len(_Seen(attempt, 2, 0).sent[0])
     sent = _Seen(attempt, 2).sent[0][start:]
     mark = next(place for place, (op, _) in enumerate(sent) if op == "mark")
-    if not any(nbytes for _, nbytes in sent[:mark]):
+    left = sum(nbytes for _, nbytes in sent[:mark])
+    ready = sum(8 * p.numel() for name, p in _Net(0).named_parameters() if "first" not in name)
+    if left < ready / 3:  # a bucket may still wait for more
+        told = f"only {left} B of {ready} have left" if left else "no gradient has left"
         raise Failed(
-            "2 ranks: when the backward pass comes to the first layer, no gradient has left",
+            f"2 ranks: when the backward pass comes to the first layer, {told}",
             "The last layers' gradients have long been ready. Let them go in their hooks, "
             "while autograd works on the layers before.",
         )
@@ -642,19 +653,25 @@ def _again(attempt: Callable) -> str:
 
 def _few(attempt: Callable) -> str:
     for nbytes, most in ((_HUGE, 1), (_BUCKET, 3)):
-        counts = [
-            sum(bool(sent) for op, sent in _Seen(_with(attempt, nbytes), 2, steps).sent[0])
-            for steps in (0, 1)
-        ]
-        messages = counts[1] - counts[0]
-        if messages > 2 * most:
-            raise Failed(
-                f"2 ranks, buckets of {nbytes:,} B: {messages} messages a step, "
-                f"{most} bucket{'s' * (most > 1)} need{'s' * (most == 1)} {2 * most}",
-                "Each message costs a latency. Put the gradients of a bucket into one flat "
-                "tensor, and reduce that.",
-            )
-    return "one all-reduce for each bucket"
+        runs = [_Seen(_with(attempt, nbytes), 2, steps) for steps in range(3)]
+        for step, (before, after) in enumerate(itertools.pairwise(runs), start=1):
+            case = f"2 ranks, buckets of {nbytes:,} B, step {step}"
+            counts = [sum(bool(sent) for _, sent in run.sent[0]) for run in (before, after)]
+            messages = counts[1] - counts[0]
+            if messages > 2 * most:
+                raise Failed(
+                    f"{case}: {messages} messages, "
+                    f"{most} bucket{'s' * (most > 1)} need{'s' * (most == 1)} {2 * most}",
+                    "Each message costs a latency. Put the gradients of a bucket into one flat "
+                    "tensor, and reduce that, in every step.",
+                )
+            if (nbytes_sent := after.busiest - before.busiest) > _ring(2):
+                raise Failed(
+                    f"{case}: {nbytes_sent:,} B sent, a ring sends {_ring(2):,} B",
+                    "The values are right, since the mean of a mean is itself. But gradients that "
+                    "have left go again: empty the bucket when it has been sent.",
+                )
+    return "one all-reduce for each bucket, 2 steps"
 
 
 def _accumulating(attempt: Callable) -> str:

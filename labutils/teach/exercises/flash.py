@@ -143,7 +143,8 @@ def _huge(attempt: Online) -> str:
         return torch.tensor(scores, dtype=torch.float64), 2
 
     high = {"scores near 1000": (1000 + _noise(6), 2)}
-    low = {f"scores near −{far}": (-int(far) + _noise(6), 2) for far in ("1000", "20000")}
+    far = {"1000": 1000, "20 000": 20_000, "200 000": 200_000}
+    low = {f"scores near −{told}": (-many + _noise(6), 2) for told, many in far.items()}
     falling = {"scores 1000, 999, then 1, 0": case(1000, 999, 1, 0)}
     rising = {"scores 0, 1, then 1000, 1001": case(0, 1, 1000, 1001)}
     for cases, hint in (
@@ -168,7 +169,7 @@ def _huge(attempt: Online) -> str:
         ),
     ):
         _online(attempt, cases, hint)
-    return "5 cases"
+    return "6 cases"
 
 
 def _blind_start(attempt: Online) -> str:
@@ -264,9 +265,19 @@ def _merged(
 
 
 def _outputs(attempt: Merge) -> str:
-    for name, sizes in {"halves": (6, 3), "1 key and 7 keys": (8, 1)}.items():
-        o1, lse1, o2, lse2, exact, _ = _halves(*sizes)
-        out, _ = _merged(attempt, o1, lse1, o2, lse2)
+    flat = "halves, without batch and heads"
+    for name, sizes in {"halves": (6, 3), "1 key and 7 keys": (8, 1), flat: (6, 3)}.items():
+        parts = _halves(*sizes)
+        if name == flat:
+            parts = tuple(x.flatten(0, 2) for x in parts)
+        o1, lse1, o2, lse2, exact, _ = parts
+        try:
+            out, _ = _merged(attempt, o1, lse1, o2, lse2)
+        except (IndexError, RuntimeError, ValueError) as error:
+            if name != flat:
+                raise
+            hint = "Outputs are (…, d) and lse (…), with any number of dims: lse[..., None] fits."
+            raise Failed(f"{name}: {type(error).__name__}: {error!s:.60}", hint) from None
         if _far(out, exact) > 1e-9:
             if _far(out, (o1 + o2) / 2) < 1e-9:
                 hint = (
@@ -287,7 +298,7 @@ def _outputs(attempt: Merge) -> str:
                 )
             off = _far(out, exact)
             raise Failed(f"{name}: off by {off:.3g}", _nearly(off, hint))
-    return "2 cases"
+    return "3 cases"
 
 
 def _merged_lse(attempt: Merge) -> str:
@@ -303,12 +314,17 @@ def _merged_lse(attempt: Merge) -> str:
 
 def _large(attempt: Merge) -> str:
     o1, lse1, o2, lse2, exact, whole = _halves()
-    out, lse = _merged(attempt, o1, lse1 + 1000, o2, lse2 + 1000)
-    if max(_far(out, exact), _far(lse, whole + 1000)) > 1e-9:
-        raise Failed(
-            "with both lse 1000 larger the output is no longer the same",
-            "exp(1000) is infinite: subtract the larger of the two lse first.",
-        )
+    for more, hint in (
+        (1000, "exp(1000) is infinite: subtract the larger of the two lse first."),
+        (-(10**5), "A low lse is a number like any other: only −inf means that no key was seen."),
+    ):
+        out, lse = _merged(attempt, o1, lse1 + more, o2, lse2 + more)
+        if max(_far(out, exact), _far(lse, whole + more)) > 1e-9:
+            raise Failed(
+                f"with both lse {abs(more):,} {'larger' if more > 0 else 'smaller'} the output is "
+                "no longer the same",
+                hint,
+            )
     apart = 1000 * torch.arange(
         4.0, dtype=torch.float64
     )  # rows of different size, parts of the same
@@ -318,14 +334,15 @@ def _large(attempt: Merge) -> str:
             "with rows whose lse lie 1000 apart the output is no longer the same",
             "Row by row: what is largest over all rows turns a smaller row into 0/0.",
         )
-    return "lse near 1000, and rows 1000 apart"
+    return "lse near 1000 and −100,000, and rows 1000 apart"
 
 
 def _nothing(attempt: Merge) -> str:
     o1, lse1, *_ = _halves()
     blank, nowhere = torch.zeros_like(o1), torch.full_like(lse1, -math.inf)
     for name, parts, exact in (
-        ("one part", (o1, lse1, blank, nowhere), (o1, lse1)),
+        ("the second part", (o1, lse1, blank, nowhere), (o1, lse1)),
+        ("the first part", (blank, nowhere, o1, lse1), (o1, lse1)),
         ("both parts", (blank, nowhere) * 2, (blank, nowhere)),
     ):
         found = _merged(attempt, *parts)
@@ -496,7 +513,8 @@ def _more_queries(attempt: Attend) -> str:
             "without a NaN on the way."
         )
 
-    return _attends(attempt, {"more queries than keys": (8, 5)}, hint)
+    shapes = {"three see no key": (8, 5), "two see no key": (7, 5), "one sees no key": (6, 5)}
+    return _attends(attempt, shapes, hint)
 
 
 def _unmasked(attempt: Attend) -> str:

@@ -587,15 +587,17 @@ def _half(
     slopes: Callable[[int], Tensor],
     max_norm: float,
     steps: int = 1,
+    grows: float = 1.0,
 ) -> tuple[list[Tensor], list[float], list[int]]:
-    """Each rank's bf16 weights, last norm and bytes kept; rank r's gradient is slopes(r)."""
+    """Each rank's bf16 weights, last norm and bytes kept; rank r's gradient is slopes(r), and
+    `grows` times as long in each further step."""
 
     def program(rank: world.Rank) -> tuple[Tensor, float, int]:
         w = nn.Parameter(torch.ones(numel, dtype=torch.bfloat16))
         optimizer, norm = attempt(w, rank.comm("dp"), make), None
-        for _ in range(steps):
+        for step in range(steps):
             w.grad = None
-            (w * slopes(rank.rank).bfloat16()).sum().backward()
+            (w * (grows**step * slopes(rank.rank)).bfloat16()).sum().backward()
             norm = optimizer.step(max_norm)
         return (
             w.detach().clone(),
@@ -720,6 +722,36 @@ def _hunt_small(attempt: Callable) -> str:
     return "16 steps below the spacing of bf16"
 
 
+def _hunt_steps(attempt: Callable) -> str:
+    n, numel, steps = 2, 8, 3
+    mean = torch.arange(1.0, numel + 1)
+    max_norm = 1.5 * mean.norm().item()
+    results, _, _ = _half(attempt, n, numel, _sgd, _steep(numel), max_norm, steps, grows=2.0)
+    for rank, w in enumerate(results):
+        expected, anew = (_clipped(mean, max_norm, steps, anew=anew) for anew in (False, True))
+        if not torch.allclose(w.float(), expected, rtol=2**-7, atol=2**-7):
+            forgets = torch.allclose(w.float(), anew, rtol=2**-7, atol=2**-7)
+            raise Failed(
+                f"{steps} steps of SGD with momentum, each gradient twice as long as the one "
+                f"before: rank {rank} holds other weights than one optimizer on one rank",
+                _FORGETS if forgets else "Each step is scaled by the norm of its own gradient.",
+            )
+    return f"{steps} steps with momentum"
+
+
+def _clipped(mean: Tensor, max_norm: float, steps: int, *, anew: bool) -> Tensor:
+    """The weights of one optimizer on one rank, or of one made anew in each step, when gradients
+    double and are clipped."""
+    w = nn.Parameter(torch.ones(len(mean)))
+    optimizer = _sgd([w])
+    for step in range(steps):
+        optimizer = _sgd([w]) if anew else optimizer
+        w.grad = 2.0**step * mean
+        nn.utils.clip_grad_norm_([w], max_norm)
+        optimizer.step()
+    return w.detach()
+
+
 def _hunt_held(attempt: Callable) -> str:
     n, numel = 4, 1000
     _, _, kept = _half(attempt, n, numel, _adam, _steep(numel), 1.0, steps=2)
@@ -786,6 +818,7 @@ HUNT = Exercise(
         Property("one step, nothing clipped", _hunt_plain),
         Property("clipping", _hunt_clipping),
         Property("small updates", _hunt_small),
+        Property("step after step", _hunt_steps),
         Property("bytes held", _hunt_held),
         Property("bytes sent", _hunt_sent),
     ),
@@ -793,7 +826,8 @@ HUNT = Exercise(
         "Two bugs. Which number in `step` is of this rank's share alone, and should be of the "
         "whole gradient? "
         "What is read from w, in every step, that was more exact before?",
-        "The norm: all-reduce the square of mine.norm(), then take the root. The master: "
+        "The norm: all-reduce the square of self.master.grad.norm(), take the root, and scale "
+        "master.grad by max_norm / norm where that is below 1. The master: "
         "it is copied from the weights once, in __init__, and never again.",
     ),
 )
