@@ -37,13 +37,19 @@ def code_cells(path: str | os.PathLike) -> list[str]:
             raise Refused("it is no plain file")
         if kind.st_size > MOST_BYTES:
             raise Refused(f"it has {kind.st_size:,} bytes, and {MOST_BYTES:,} are allowed")
-        try:
-            document = json.loads(file.read(MOST_BYTES + 1))
-        except (ValueError, RecursionError) as error:
-            raise Refused(f"it is no notebook: {error}") from None
+        content = file.read(MOST_BYTES + 1)
+    if content.startswith(b"PK\3\4"):
+        raise Refused("it is no notebook but an archive: unpack it, and grade what is in it")
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        why = f"it is no JSON: {error}" if content.strip() else "the file is empty"
+        raise Refused(f"it is no notebook: {why}") from None
     cells = document.get("cells") if isinstance(document, dict) else None
     if not isinstance(cells, list):
-        raise Refused("it is no notebook: it has no list of cells")
+        old = isinstance(document, dict) and "worksheets" in document
+        remedy = ", as before format 4: open it in JupyterLab, and save it" * old
+        raise Refused(f"it is no notebook: it has no list of cells{remedy}")
     code = [each for each in cells if isinstance(each, dict) and each.get("cell_type") == "code"]
     if not code:
         raise Refused("it has no code cell")
@@ -174,6 +180,7 @@ def attempt(card: Card, cells: Sequence[str], whole: bool = False) -> tuple[Any,
     Raises: Refused where there is no answer; it says what came in between.
     """
     upto, expression = what_is_checked(card, cells)
+    upto, moved = _below(cells, upto, expression)
     used = range(upto) if whole else needed(cells, upto, expression)
     space = vars(types.ModuleType("__main__"))
     failures = []
@@ -181,14 +188,31 @@ def attempt(card: Card, cells: Sequence[str], whole: bool = False) -> tuple[Any,
         try:
             execute(cells[index], index, space)
         except BaseException as error:
-            failures.append(f"cell {index + 1}: {type(error).__name__}: {error}"[:500])
+            kind = "" if isinstance(error, Refused) else f"{type(error).__name__}: "
+            failures.append(f"cell {index + 1}: {kind}{error}"[:500])
     try:
         value = eval(expression, space)
     except BaseException as error:
         why = failures[0] if failures else f"{type(error).__name__}: {error}"
         raise Refused(f"there is no answer {expression!r}: {why}"[:700]) from None
     own = [cells[index] for index in used if index]  # the first is the lab's setup
-    return value, list(dict.fromkeys(_remarks(card, value, own)))
+    return value, list(dict.fromkeys([*moved, *_remarks(card, value, own)]))
+
+
+def _below(cells: Sequence[str], upto: int, expression: str) -> tuple[int, list[str]]:
+    """How many cells an answer may need, and a remark on what its check has below it: a function
+    that is missing above is taken from there, as from a kernel whose cells ran in another order."""
+    reads = _names(expression)[1]
+    above = set().union(*(_names(cell)[0] for cell in cells[:upto]))
+    for index in reversed(range(upto, len(cells))):
+        defines = (ast.FunctionDef, ast.ClassDef)
+        made = {each.name for each in _tree(cells[index]).body if isinstance(each, defines)}
+        for name in sorted(made & reads):
+            where = f"cell {index + 1}, below its check, "
+            if name in above:
+                return upto, [f"{where}has another {name}, which is not graded"]
+            return len(cells), [f"{where}has {name}"]
+    return upto, []
 
 
 def _remarks(card: Card, value: Any, sources: Sequence[str]) -> Iterator[str]:

@@ -1,28 +1,39 @@
-"""Marks as a table, as a page, and as Gradescope's results.json."""
+"""Marks as tables, as a page, and as Gradescope's results.json."""
 
 import csv
 import html
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from labutils.teach.grade import Mark
 
 _COLUMNS = ("submission", "lab", "exercise", "status", "points", "most", "said", "remarks")
 _STYLE = """body{font:16px/1.4 system-ui,sans-serif;margin:2em auto;max-width:60em;padding:0 1em}
 table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ccc;padding:4px 8px;
-text-align:left;vertical-align:top}pre{white-space:pre-wrap;margin:0}.solved{color:#14683d}
+text-align:left;vertical-align:top}table{margin:1em 0}pre{white-space:pre-wrap;margin:0}
+.solved{color:#14683d}
 .remark{color:#8a4b00}"""
 
 
 def write(marks: Sequence[Mark], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Write grades.csv, grades.html and a results.json for each submission; returns their paths."""
+    """Write grades.csv, a row for each answer; totals.csv, a row for each submission; grades.html;
+    and for each submission Gradescope's results.json, in place of those of an earlier run.
+
+    Returns their paths. Tables begin with a mark by which Excel knows UTF-8.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    table, page = folder / "grades.csv", folder / "grades.html"
-    with open(table, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([_COLUMNS, *map(_row, marks)])
+    table, totals, page = (folder / name for name in ("grades.csv", "totals.csv", "grades.html"))
+    for path, rows in (table, map(_row, marks)), (totals, _totals(marks)):
+        with open(path, "w", newline="", encoding="utf-8-sig") as file:
+            csv.writer(file).writerows([_COLUMNS, *rows] if path == table else rows)
     page.write_text(_page(marks), encoding="utf-8")
-    written = [table, page]
+    written = [table, totals, page]
+    for old in sorted((folder / "gradescope").rglob("results.json")):
+        old.unlink()
+        if not any(old.parent.iterdir()):
+            old.parent.rmdir()
     for name, mine in _by_submission(marks):
         path = folder / "gradescope" / name / "results.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,6 +52,22 @@ def _by_submission(marks: Iterable[Mark]) -> Iterable[tuple[str, list[Mark]]]:
 def _row(mark: Mark) -> list:
     told = [getattr(mark, name) for name in _COLUMNS[:-1]] + ["; ".join(mark.remarks)]
     return [_harmless(value) if isinstance(value, str) else value for value in told]
+
+
+def _totals(marks: Sequence[Mark]) -> Iterator[list]:
+    """A row for each submission: its sum, the points of each exercise, and why it was refused."""
+    exercises = list(dict.fromkeys(mark.exercise for mark in marks if mark.exercise))
+    yield ["submission", "lab", "points", "most", *exercises, "refused"]
+    for name, mine in _by_submission(marks):
+        points = {mark.exercise: mark.points for mark in mine}
+        refused = "".join(mark.said for mark in mine if mark.status == "refused")
+        sums = _sum(mark.points for mark in mine), _sum(mark.most for mark in mine)
+        each = [points.get(exercise, "") for exercise in exercises]
+        yield [_harmless(name), mine[0].lab, *sums, *each, _harmless(refused)]
+
+
+def _sum(points: Iterable[float]) -> float:
+    return round(sum(points), 2)
 
 
 def _harmless(text: str) -> str:
@@ -62,19 +89,49 @@ def results(marks: Sequence[Mark]) -> dict:
         for mark in marks
         if mark.status != "refused"
     ]
-    return {"score": sum(mark.points for mark in marks), "output": "".join(refused), "tests": tests}
+    score = _sum(mark.points for mark in marks)
+    return {"score": score, "output": "".join(refused), "tests": tests}
 
 
 def _page(marks: Sequence[Mark]) -> str:
     parts = ["<!doctype html><html lang=en><meta charset=utf-8><title>Grades</title>"]
+    parts.append("<meta name=viewport content='width=device-width'>")
     parts.append(f"<style>{_STYLE}</style><h1>Grades</h1>")
-    for name, mine in _by_submission(marks):
-        sums = f"{sum(mark.points for mark in mine):g} of {sum(mark.most for mark in mine):g}"
-        parts.append(f"<h2>{html.escape(name)} · {sums}</h2><table><tr><th>exercise<th>points")
-        parts.append("<th>what the check says</tr>")
+    parts += [*_of_exercises(marks), *_of_submissions(marks)]
+    for i, (name, mine) in enumerate(_by_submission(marks)):
+        parts.append(f"<h2 id=s{i}>{html.escape(name)} · {_sums(mine)}</h2>")
+        parts.append(f"<p>{mine[0].lab}</p>" * bool(mine[0].lab))
+        parts.append("<table><tr><th>exercise<th>points<th>what the check says</tr>")
         parts += map(_line, mine)
         parts.append("</table>")
     return "\n".join(parts)
+
+
+def _of_exercises(marks: Sequence[Mark]) -> Iterator[str]:
+    """How many solved each exercise, and how many did not."""
+    found: dict[tuple[str, str], Counter] = {}
+    for mark in marks:
+        if mark.exercise:
+            found.setdefault((mark.exercise, mark.title), Counter())[mark.status] += 1
+    yield "<table><tr><th>exercise<th>solved<th>others</tr>"
+    for (exercise, title), states in found.items():
+        others = ", ".join(f"{n} {state}" for state, n in states.items() if state != "solved")
+        yield f"<tr><td>{html.escape(f'{exercise} · {title}')}"
+        yield f"<td>{states['solved']} of {states.total()}<td>{others}</tr>"
+    yield "</table>"
+
+
+def _of_submissions(marks: Sequence[Mark]) -> Iterator[str]:
+    """Who submitted which lab, and the sum of points."""
+    yield "<table><tr><th>submission<th>lab<th>points</tr>"
+    for i, (name, mine) in enumerate(_by_submission(marks)):
+        lab = mine[0].lab or mine[0].status
+        yield f"<tr><td><a href=#s{i}>{html.escape(name)}</a><td>{lab}<td>{_sums(mine)}</tr>"
+    yield "</table>"
+
+
+def _sums(marks: Sequence[Mark]) -> str:
+    return f"{_sum(mark.points for mark in marks):g} of {_sum(mark.most for mark in marks):g}"
 
 
 def _line(mark: Mark) -> str:
