@@ -63,6 +63,16 @@ class Job:
         """Sequences in a global batch."""
         return round(self.batch_tokens / self.model.seq_len)
 
+    @property
+    def fitting_batch(self) -> int:
+        """Sequences in the batch nearest to the one asked for that is a multiple of all GPUs, or of
+        which all GPUs are a multiple: it can be shared out in more ways."""
+        batch, gpus = self.batch, self.cluster.gpus
+        if batch >= gpus:
+            return round(batch / gpus) * gpus
+        divisors = (n for n in range(1, gpus + 1) if gpus % n == 0)
+        return min(divisors, key=lambda n: (abs(n - batch), n))
+
 
 # ── what is legal ─────────────────────────────────────────────────────────────────────────────────
 
@@ -318,10 +328,12 @@ class Found:
     def _none(self) -> str:
         room, device = units.text(self.job.cluster.room), self.job.cluster.device.name
         if not len(self):
+            near = self.job.fitting_batch
+            tokens = near * self.job.model.seq_len
             return (
                 f"no plan is legal for {self.job.batch:,} sequences on "
                 f"{self.job.cluster.gpus:,} GPUs: change the batch or the number of nodes, so "
-                "that they have divisors in common"
+                f"that they have divisors in common, as with {near:,} sequences ({tokens} tokens)"
             )
         leanest = units.text(float(self.peaks.min()))
         enough = self._nodes()
