@@ -14,7 +14,7 @@ _STYLE = """body{font:16px/1.4 system-ui,sans-serif;margin:2em auto;max-width:60
 table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ccc;padding:4px 8px;
 text-align:left;vertical-align:top}table{margin:1em 0}pre{white-space:pre-wrap;margin:0}
 .solved{color:#14683d}
-.remark{color:#8a4b00}"""
+.remark{color:#8a4b00}td:nth-child(2){white-space:nowrap}"""
 
 
 def write(marks: Sequence[Mark], folder: pathlib.Path) -> list[pathlib.Path]:
@@ -123,10 +123,12 @@ def _of_exercises(marks: Sequence[Mark]) -> Iterator[str]:
 
 def _of_submissions(marks: Sequence[Mark]) -> Iterator[str]:
     """Who submitted which lab, and the sum of points."""
-    yield "<table><tr><th>submission<th>lab<th>points</tr>"
+    yield "<table><tr><th>submission<th>lab<th>points<th>remarks</tr>"
     for i, (name, mine) in enumerate(_by_submission(marks)):
         lab = mine[0].lab or mine[0].status
-        yield f"<tr><td><a href=#s{i}>{html.escape(name)}</a><td>{lab}<td>{_sums(mine)}</tr>"
+        remarks = sum(len(mark.remarks) for mark in mine) or ""
+        link = f"<a href=#s{i}>{html.escape(name)}</a>"
+        yield f"<tr><td>{link}<td>{lab}<td>{_sums(mine)}<td class=remark>{remarks}</tr>"
     yield "</table>"
 
 
