@@ -341,6 +341,19 @@ def test_a_function_that_stands_below_its_check_is_found_there():
         answers.attempt(CARD, [hostile.SETUP, "fill = 1\n )", CHECK], whole=True)
 
 
+def test_an_answer_that_calls_the_librarys_own_is_remarked():
+    card = exercises.find("collectives/ring-all-reduce").card
+    check = f'check("{card.exercise}", mine)'
+    for imports, call in (
+        ("from labutils import collectives as c", "c.all_reduce_ring(x, comm)"),
+        ("from labutils.collectives import all_reduce_ring as r", "r(x, comm)"),
+    ):
+        cells = ["import torch", f"{imports}\ndef mine(x, comm):\n    return {call}", check]
+        assert answers.attempt(card, cells)[1] == ["uses the library's own all_reduce_ring"]
+    cells[1] = "def mine(x, comm):\n    return comm.all_reduce_ring(x)"
+    assert answers.attempt(card, cells)[1] == []
+
+
 def test_a_part_of_a_check_is_a_part_of_the_points():
     outcome = {"status": "not yet", "said": "", "passed": 1, "of": 4, "remarks": []}
     assert grade.mark("ada", CARD, 10, outcome, "", partial=True).points == 2.5

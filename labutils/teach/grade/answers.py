@@ -11,6 +11,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from labutils.teach import exercises
 from labutils.teach.exercises import Card
 
 MOST_BYTES = 10_000_000
@@ -196,7 +197,8 @@ def attempt(card: Card, cells: Sequence[str], whole: bool = False) -> tuple[Any,
         why = failures[0] if failures else f"{type(error).__name__}: {error}"
         raise Refused(f"there is no answer {expression!r}: {why}"[:700]) from None
     own = [cells[index] for index in used if index]  # the first is the lab's setup
-    return value, list(dict.fromkeys([*moved, *_remarks(card, value, own)]))
+    found = [*moved, *_borrowed(card, own, space), *_remarks(card, value, own)]
+    return value, list(dict.fromkeys(found))
 
 
 def _below(cells: Sequence[str], upto: int, expression: str) -> tuple[int, list[str]]:
@@ -213,6 +215,21 @@ def _below(cells: Sequence[str], upto: int, expression: str) -> tuple[int, list[
                 return upto, [f"{where}has another {name}, which is not graded"]
             return len(cells), [f"{where}has {name}"]
     return upto, []
+
+
+def _borrowed(card: Card, sources: Sequence[str], space: dict[str, Any]) -> Iterator[str]:
+    """That the cells of an answer name the library's own solution."""
+    solution = exercises.find(card.exercise).reference
+    for node in (node for source in sources for node in ast.walk(_tree(source))):
+        if isinstance(node, ast.Name):
+            named = space.get(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = space.get(node.value.id)
+            named = vars(module).get(node.attr) if isinstance(module, types.ModuleType) else None
+        else:
+            continue
+        if named is solution:
+            yield f"uses the library's own {getattr(solution, '__qualname__', 'answer')}"
 
 
 def _remarks(card: Card, value: Any, sources: Sequence[str]) -> Iterator[str]:
