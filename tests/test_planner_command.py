@@ -169,6 +169,7 @@ def test_a_long_search_says_how_far_it_is(capsys):
         (f"{BASE} --between 0GB", "planner: --between: 0GB is no link"),
         (f"{BASE} --between 400", "--between: 400 is no link: give what each GPU sends, as 50GB/s or"),
         ("--model llama-3.1-8b --nodes 125", "in common, as with 500 sequences (4096000 tokens)"),
+        ("--model llama-3.1-8b --nodes 9973", "they have divisors in common\n"),  # a prime
         (f"{BASE} --tokens 15Q", "argument --tokens: '15Q' is no number of tokens"),
         (f"{BASE} --batch-tokens inf", "argument --batch-tokens: 'inf' is no number"),
         (f"{BASE} --batch-tokens nan", "argument --batch-tokens: 'nan' is no number"),

@@ -70,8 +70,7 @@ class Job:
         batch, gpus = self.batch, self.cluster.gpus
         if batch >= gpus:
             return round(batch / gpus) * gpus
-        divisors = (n for n in range(1, gpus + 1) if gpus % n == 0)
-        return min(divisors, key=lambda n: (abs(n - batch), n))
+        return min(_divisors(gpus, 2 * batch), key=lambda n: (abs(n - batch), n))
 
 
 # ── what is legal ─────────────────────────────────────────────────────────────────────────────────
@@ -330,10 +329,12 @@ class Found:
         if not len(self):
             near = self.job.fitting_batch
             tokens = near * self.job.model.seq_len
+            would = enumerate_plans(replace(self.job, batch_tokens=tokens))
+            those = f", as with {near:,} sequences ({tokens} tokens)" * bool(len(would.tp))
             return (
                 f"no plan is legal for {self.job.batch:,} sequences on "
                 f"{self.job.cluster.gpus:,} GPUs: change the batch or the number of nodes, so "
-                f"that they have divisors in common, as with {near:,} sequences ({tokens} tokens)"
+                f"that they have divisors in common{those}"
             )
         leanest = units.text(float(self.peaks.min()))
         enough = self._nodes()
