@@ -86,6 +86,8 @@ def graded(tmp_path_factory):
         earlier = folder / "grades" / "gradescope" / "left" / "the course" / "results.json"
         earlier.parent.mkdir(parents=True)
         earlier.write_text("{}")
+        (folder / "grades" / "feedback").mkdir()
+        (folder / "grades" / "feedback" / "left.html").write_text("of an earlier run")
         points = folder / "points.csv"
         points.write_text("exercise,points\naccumulation/configure,10\n")
         command = [sys.executable, "-m", "labutils.teach.grade", str(submissions), "--out"]
@@ -167,6 +169,7 @@ def test_each_submission_has_a_row_with_its_sum(graded):
 def test_results_of_an_earlier_run_are_gone(graded):
     kept = graded[2] / "grades" / "gradescope" / "left"
     assert not list(kept.rglob("*.json")) and (kept.parent / "honest" / "results.json").exists()
+    assert not (graded[2] / "grades" / "feedback" / "left.html").exists()
 
 
 def test_the_page_and_gradescopes_file_say_the_same(graded):
@@ -180,6 +183,10 @@ def test_the_page_and_gradescopes_file_say_the_same(graded):
         for test in found["tests"]:
             assert test["output"] == rows[name]["said"] and test["max_score"] == 10
     assert "no notebook" in found["output"] and found["tests"] == []
+    for name in (row.removeprefix("'") for row in rows):
+        path = folder / "grades" / "feedback" / f"{name.rstrip('/')}.html"
+        alone = path.read_text(encoding="utf-8")
+        assert alone.count("<h2") == 1 and html.escape(name) in alone and "class=remark" not in alone
 
 
 def started(program, limits):

@@ -6,6 +6,7 @@ import json
 import pathlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from labutils.teach.grade import Mark
 
@@ -19,7 +20,8 @@ text-align:left;vertical-align:top}table{margin:1em 0}pre{white-space:pre-wrap;m
 
 def write(marks: Sequence[Mark], folder: pathlib.Path) -> list[pathlib.Path]:
     """Write grades.csv, a row for each answer; totals.csv, a row for each submission; grades.html;
-    and for each submission Gradescope's results.json, in place of those of an earlier run.
+    and for each submission its part of that page, to hand back, and Gradescope's results.json, in
+    place of those of an earlier run.
 
     Returns their paths. Tables begin with a mark by which Excel knows UTF-8.
     """
@@ -30,15 +32,24 @@ def write(marks: Sequence[Mark], folder: pathlib.Path) -> list[pathlib.Path]:
             csv.writer(file).writerows([_COLUMNS, *rows] if path == table else rows)
     page.write_text(_page(marks), encoding="utf-8")
     written = [table, totals, page]
-    for old in sorted((folder / "gradescope").rglob("results.json")):
-        old.unlink()
-        if not any(old.parent.iterdir()):
-            old.parent.rmdir()
+    for place, files in ("gradescope", "results.json"), ("feedback", "*.html"):
+        for old in sorted((folder / place).rglob(files)):
+            old.unlink()
+            if not any(old.parent.iterdir()):
+                old.parent.rmdir()
     for name, mine in _by_submission(marks):
-        path = folder / "gradescope" / name / "results.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results(mine), indent=1), encoding="utf-8")
-        written.append(path)
+        told = [replace(mark, remarks=()) for mark in mine]  # remarks are the teacher's
+        texts = {
+            f"gradescope/{name}/results.json": json.dumps(results(mine), indent=1),
+            f"feedback/{name.rstrip('/')}.html": "\n".join(
+                [*_head(name), *_of_submission(0, name, told)]
+            ),
+        }
+        for place, text in texts.items():
+            path = folder / place
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            written.append(path)
     return written
 
 
@@ -94,17 +105,24 @@ def results(marks: Sequence[Mark]) -> dict:
 
 
 def _page(marks: Sequence[Mark]) -> str:
-    parts = ["<!doctype html><html lang=en><meta charset=utf-8><title>Grades</title>"]
-    parts.append("<meta name=viewport content='width=device-width'>")
-    parts.append(f"<style>{_STYLE}</style><h1>Grades</h1>")
-    parts += [*_of_exercises(marks), *_of_submissions(marks)]
+    parts = [*_head("Grades"), "<h1>Grades</h1>", *_of_exercises(marks), *_of_submissions(marks)]
     for i, (name, mine) in enumerate(_by_submission(marks)):
-        parts.append(f"<h2 id=s{i}>{html.escape(name)} · {_sums(mine)}</h2>")
-        parts.append(f"<p>{mine[0].lab}</p>" * bool(mine[0].lab))
-        parts.append("<table><tr><th>exercise<th>points<th>what the check says</tr>")
-        parts += map(_line, mine)
-        parts.append("</table>")
+        parts += _of_submission(i, name, mine)
     return "\n".join(parts)
+
+
+def _head(title: str) -> Iterator[str]:
+    yield f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
+    yield f"<meta name=viewport content='width=device-width'><style>{_STYLE}</style>"
+
+
+def _of_submission(number: int, name: str, mine: Sequence[Mark]) -> Iterator[str]:
+    """What the checks say to one submission."""
+    yield f"<h2 id=s{number}>{html.escape(name)} · {_sums(mine)}</h2>"
+    yield f"<p>{mine[0].lab}</p>" * bool(mine[0].lab)
+    yield "<table><tr><th>exercise<th>points<th>what the check says</tr>"
+    yield from map(_line, mine)
+    yield "</table>"
 
 
 def _of_exercises(marks: Sequence[Mark]) -> Iterator[str]:
