@@ -97,7 +97,7 @@ def table(found, top=6):
         f"most {units.text(cluster.room)} on each; {len(found.ties):,} are within 3 % of the "
         "fastest."
     )
-    return f"<p>{said}</p><table class='dataframe'><tr>{cells}</tr>{body}</table>"
+    return f"<p>{said}</p><table class='dataframe plans'><tr>{cells}</tr>{body}</table>"
 
 
 def memory():

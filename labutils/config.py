@@ -241,7 +241,9 @@ class ModelConfig:
             raise TypeError(f"from_hf takes a path or a dictionary, got {source!r}")
         family = str(config.get("model_type"))
         if reason := _HF_BEYOND.get(family):
-            raise ValueError(f"{origin}: {family} has {reason}, which a ModelConfig has not")
+            remedy = "if its sizes without them will do, build a ModelConfig by hand"
+            beyond = f"{family} has {reason}, which a ModelConfig has not"
+            raise ValueError(f"{origin}: {beyond}: {remedy}")
         if family not in _HF_FAMILIES:
             read = f"from_hf reads {', '.join(_HF_FAMILIES)}. Build a ModelConfig by hand instead"
             raise ValueError(f"{origin}: model_type is {config.get('model_type')!r}; {read}")
@@ -373,7 +375,7 @@ _HF_BEYOND = {
     "gemma2": "four norms per layer and a gated feed-forward layer with GELU",
     "olmo2": "norms behind attention and feed-forward, and norms of queries and keys",
     "qwen3": "norms of queries and keys",
-    "qwen3_moe": "norms of queries and keys, and experts of a width of their own",
+    "qwen3_moe": "norms of queries and keys",
 }
 """Parts that the anatomy of a ModelConfig cannot express, by model_type."""
 

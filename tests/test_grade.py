@@ -41,6 +41,10 @@ FILES = {
     "binary.ipynb": (b"\xff\xfe\x00" * 9, "no notebook"),
     "huge.ipynb": ("x" * (answers.MOST_BYTES + 1), "bytes"),
     "another.ipynb": (notebook("print(1)"), "no check of the course"),
+    "old.ipynb": ('{"worksheets": [{"cells": []}]}', "as before format 4: open it in JupyterLab"),
+    "blank.ipynb": (" \n", "the file is empty"),
+    "class.zip": (b"PK\3\4\x14\0", "no notebook but an archive: unpack it"),
+    "lab 0.ipynb": (notebook('check("start/tokens-per-step", 1)'), "of which no exercise is graded"),
     "essay.pdf": (b"%PDF", "no notebook"),
 }
 
@@ -76,6 +80,14 @@ def graded(tmp_path_factory):
         (submissions / "honest.pdf").write_bytes(b"")
         (submissions / "bob").mkdir()
         (submissions / "bob" / "lab 5.ipynb").write_text(honest)
+        for added in ("__MACOSX/._honest.ipynb", "bob/._lab 5.ipynb"):
+            (submissions / added).parent.mkdir(exist_ok=True)
+            (submissions / added).write_bytes(b"\0\5\x16\7")
+        earlier = folder / "grades" / "gradescope" / "left" / "the course" / "results.json"
+        earlier.parent.mkdir(parents=True)
+        earlier.write_text("{}")
+        (folder / "grades" / "feedback").mkdir()
+        (folder / "grades" / "feedback" / "left.html").write_text("of an earlier run")
         points = folder / "points.csv"
         points.write_text("exercise,points\naccumulation/configure,10\n")
         command = [sys.executable, "-m", "labutils.teach.grade", str(submissions), "--out"]
@@ -90,7 +102,7 @@ def graded(tmp_path_factory):
         assert run.returncode == 0, run.stderr
         with pytest.raises(TimeoutError):
             server.accept()
-    table = (folder / "grades" / "grades.csv").read_text(encoding="utf-8")
+    table = (folder / "grades" / "grades.csv").read_text(encoding="utf-8-sig")
     rows = csv.DictReader(io.StringIO(table))
     return {row["submission"]: row for row in rows}, run.stdout, folder
 
@@ -139,6 +151,27 @@ def test_nothing_of_the_teachers_is_touched(graded):
     assert "sleep 98765" not in commands
 
 
+def test_each_submission_has_a_row_with_its_sum(graded):
+    rows, _, folder = graded
+    table = (folder / "grades" / "totals.csv").read_bytes()
+    assert table.startswith("\ufeff".encode()), "by which Excel knows UTF-8"
+    totals = {row["submission"]: row for row in csv.DictReader(io.StringIO(table[3:].decode()))}
+    assert totals.keys() == rows.keys() and not any("._" in name for name in rows)
+    for name, row in totals.items():
+        assert float(row["points"]) == float(rows[name]["points"])
+        assert row["refused"] == (rows[name]["status"] == "refused") * rows[name]["said"]
+        assert row["accumulation/configure"] in (rows[name]["points"], "")
+    page = (folder / "grades" / "grades.html").read_text(encoding="utf-8")
+    solved = sum(row["status"] == "solved" for row in rows.values())
+    assert f"<td>{solved} of " in page and page.count("<a href=#s") == len(rows)
+
+
+def test_results_of_an_earlier_run_are_gone(graded):
+    kept = graded[2] / "grades" / "gradescope" / "left"
+    assert not list(kept.rglob("*.json")) and (kept.parent / "honest" / "results.json").exists()
+    assert not (graded[2] / "grades" / "feedback" / "left.html").exists()
+
+
 def test_the_page_and_gradescopes_file_say_the_same(graded):
     rows, _, folder = graded
     page = (folder / "grades" / "grades.html").read_text(encoding="utf-8")
@@ -150,6 +183,10 @@ def test_the_page_and_gradescopes_file_say_the_same(graded):
         for test in found["tests"]:
             assert test["output"] == rows[name]["said"] and test["max_score"] == 10
     assert "no notebook" in found["output"] and found["tests"] == []
+    for name in (row.removeprefix("'") for row in rows):
+        path = folder / "grades" / "feedback" / f"{name.rstrip('/')}.html"
+        alone = path.read_text(encoding="utf-8")
+        assert alone.count("<h2") == 1 and html.escape(name) in alone and "class=remark" not in alone
 
 
 def started(program, limits):
@@ -299,6 +336,31 @@ def test_what_the_last_check_names_counts():
     assert answers.attempt(CARD, cells)[0](0) == 1
 
 
+def test_a_function_that_stands_below_its_check_is_found_there():
+    cells = [hostile.SETUP, CHECK, "def fill(x):\n    return 1"]
+    fill, remarks = answers.attempt(CARD, cells)
+    assert fill(0) == 1 and remarks == ["cell 3, below its check, has fill"]
+    cells[1:1] = ["def fill(x):\n    return 2"]
+    fill, remarks = answers.attempt(CARD, cells)
+    said = "cell 4, below its check, has another fill, which is not graded"
+    assert fill(0) == 2 and remarks == [said]
+    with pytest.raises(answers.Refused, match="cell 2: a cell is no Python"):
+        answers.attempt(CARD, [hostile.SETUP, "fill = 1\n )", CHECK], whole=True)
+
+
+def test_an_answer_that_calls_the_librarys_own_is_remarked():
+    card = exercises.find("collectives/ring-all-reduce").card
+    check = f'check("{card.exercise}", mine)'
+    for imports, call in (
+        ("from labutils import collectives as c", "c.all_reduce_ring(x, comm)"),
+        ("from labutils.collectives import all_reduce_ring as r", "r(x, comm)"),
+    ):
+        cells = ["import torch", f"{imports}\ndef mine(x, comm):\n    return {call}", check]
+        assert answers.attempt(card, cells)[1] == ["uses the library's own all_reduce_ring"]
+    cells[1] = "def mine(x, comm):\n    return comm.all_reduce_ring(x)"
+    assert answers.attempt(card, cells)[1] == []
+
+
 def test_a_part_of_a_check_is_a_part_of_the_points():
     outcome = {"status": "not yet", "said": "", "passed": 1, "of": 4, "remarks": []}
     assert grade.mark("ada", CARD, 10, outcome, "", partial=True).points == 2.5
@@ -312,10 +374,14 @@ def test_a_table_of_points_is_checked(tmp_path):
     for row, words in {
         "accumulation/configur,1": "accumulation has",
         "floats/decode,-1": "0 or more",
+        "floats/decode,ten": "line 2: the first line is exercise,points",
+        "floats/decode": "line 2",
     }.items():
         table.write_text(f"exercise,points\n{row}\n")
         with pytest.raises(ValueError, match=words):
             grade.points_of(table)
+    table.write_text("\ufeffexercise,points\nfloats/decode,3\n", encoding="utf-8")
+    assert grade.points_of(table) == {"floats/decode": 3}, "as Excel writes it"
 
 
 @pytest.mark.parametrize("where", [".", "inside"])
@@ -323,6 +389,25 @@ def test_grades_are_not_written_into_submissions(tmp_path, where, capsys):
     with pytest.raises(SystemExit):
         command.from_command_line([str(tmp_path), "--out", str(tmp_path / where)])
     assert "name a folder beside them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option, value, words",
+    [
+        ("jobs", "-1", "--jobs -1: give 1 or more"),
+        ("seconds", "0", "--seconds 0: give 0.1 or more"),
+        ("memory", "nan", "--memory nan"),
+        ("points", "nowhere.csv", "--points: "),
+        ("out", __file__, "is a file: name a folder"),
+        ("jobs", "1", "holds nothing to grade"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named_before_the_first_answer(
+    tmp_path, option, value, words, capsys
+):
+    with pytest.raises(SystemExit) as stop:
+        command.from_command_line([str(tmp_path), f"--{option}", value])
+    assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
 def test_other_graders_get_points():

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from labutils import planner
+from labutils import huggingface, planner
 from labutils.config import Hardware, ModelConfig
 from labutils.planner import __main__ as command
 from labutils.planner import export, plans
@@ -167,6 +167,9 @@ def test_a_long_search_says_how_far_it_is(capsys):
         (f"{BASE} --top -3", "argument --top: '-3': rows are counted from 1, in nine"),
         (f"{BASE} --json --export megatron", "--export prints flags, not JSON"),
         (f"{BASE} --between 0GB", "planner: --between: 0GB is no link"),
+        (f"{BASE} --between 400", "--between: 400 is no link: give what each GPU sends, as 50GB/s or"),
+        ("--model llama-3.1-8b --nodes 125", "in common, as with 500 sequences (4096000 tokens)"),
+        ("--model llama-3.1-8b --nodes 9973", "they have divisors in common\n"),  # a prime
         (f"{BASE} --tokens 15Q", "argument --tokens: '15Q' is no number of tokens"),
         (f"{BASE} --batch-tokens inf", "argument --batch-tokens: 'inf' is no number"),
         (f"{BASE} --batch-tokens nan", "argument --batch-tokens: 'nan' is no number"),
@@ -185,9 +188,35 @@ def test_names_are_known_in_any_case_and_as_publishers_say_them():
 
 
 def test_what_leaves_a_node_is_the_devices_own_unless_given():
-    for gpu, more, speed in (("H100", "", 50e9), ("A100", "", 25e9), ("A100", "--between 9GB", 9e9)):
+    for gpu, more, speed in (
+        ("H100", "", 50e9),
+        ("A100", "", 25e9),
+        ("A100", "--between 9GB", 9e9),
+        ("A100", "--between 400Gb/s", 50e9),
+        ("A100", "--between 200Gbps", 25e9),
+    ):
         words = f"--model gpt2 --nodes 2 --gpu {gpu} {more}".split()
         assert command.asked(command.options().parse_args(words)).cluster.between == speed
+
+
+def test_a_model_is_called_as_its_file_or_folder(capsys, tmp_path):
+    folder = tmp_path / "Tiny-1B"
+    folder.mkdir()
+    config = huggingface.config(replace(ModelConfig.named("llama-3.1-8b"), vocab_size=50_257))
+    for path in (folder / "config.json", tmp_path / "tiny.json"):
+        path.write_text(json.dumps(config))
+    for given, name in ((folder, "Tiny-1B"), (folder / "config.json", "Tiny-1B")):
+        assert run(capsys, f"--model {given} --nodes 1 --top 1")[1].startswith(f"{name} · 8 × H100")
+    out = run(capsys, f"--model {tmp_path / 'tiny.json'} --nodes 1 --top 1")[1]
+    assert out.startswith("tiny · ") and "no plan has tp, which would divide vocab_size=50,257" in out
+    assert "config.json with 50,304" in out
+    assert "no plan has tp" not in run(capsys, BASE)[1]
+
+
+def test_learned_positions_are_as_many_as_the_model_has():
+    for words, length in (("gpt2", 1024), ("gpt2 --seq-len 2048", 2048), ("llama-2-7b", 8192)):
+        words = f"--model {words} --nodes 1".split()
+        assert command.asked(command.options().parse_args(words)).model.seq_len == length
 
 
 def test_a_batch_that_gpus_do_not_divide_is_said(capsys):
@@ -199,6 +228,11 @@ def test_a_batch_that_gpus_do_not_divide_is_said(capsys):
     for words in (BASE.replace("1e6", "4980736"), BASE.replace("1e6", "65536")):  # 608, and 8
         assert "do not divide" not in run(capsys, words)[1]
     lines = few.splitlines()
+    none = run(capsys, "--model llama-3.1-8b --nodes 16 --seq-len 131072 --batch-tokens 4e6 --top 1")
+    assert "128 GPUs are no multiple of a batch of 31 sequences: of 32" in none[1]
+    asked = command.asked(command.options().parse_args(BASE.split()))
+    for batch, best in ((31, 32), (24, 32), (41, 48), (16, 16), (7, 8), (3, 2), (1, 1)):
+        assert replace(asked, batch_tokens=batch * 8192).fitting_batch == best, batch
     assert max(map(len, lines[-4:])) <= 100 and "rates: products: fitted" in few
 
 

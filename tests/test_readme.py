@@ -72,6 +72,12 @@ def test_the_commands_are_targets():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
+def test_every_page_with_a_command_says_which_python():
+    for page in ("README.md", "book/planner.md", "book/teaching.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert "    python -m" in text and "`source .venv/bin/activate`" in text, page
+
+
 def test_the_figure_is_the_first_of_lab_00():
     stored = json.loads(LABS[0].read_text(encoding="utf-8"))["cells"]
     pages = [

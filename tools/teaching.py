@@ -8,6 +8,9 @@ import csv
 import re
 import sys
 
+import nbformat
+from docutils import nodes
+
 import notebooks  # beside this file
 from labutils.teach import exercises
 
@@ -18,6 +21,7 @@ import wrong_answers  # noqa: E402
 
 NO_BLOCK = {"Goals", "Setup", "In practice", "Errata", "Summary", "References"}
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+REVEALED = re.compile(r"You guessed .+?, it is (.+?)(?:: (?:off by|worth)|\.?$)")
 
 
 def blocks(notebook):
@@ -43,24 +47,38 @@ def plan(parts):
     return fits, [part for part in parts if part not in fits]
 
 
+def answers(notebook):
+    """What the stored notebook answers to each prediction, by its name."""
+    for cell in notebook.cells:
+        asked = re.search(r'^reveal\(\s*"(.+?)"', cell.source, re.MULTILINE)
+        if asked and cell.cell_type == "code":
+            said = [output.get("data", {}).get("text/plain", "") for output in cell.outputs]
+            if found := REVEALED.match("".join(said)):
+                yield asked[1], found[1]
+
+
 def polls(notebook):
-    """The questions that the lab asks before it measures, as it words them."""
-    asked = ""
+    """The questions that the lab asks before it measures, as it words them, with its answers."""
+    asked, known = "", dict(answers(notebook))
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             text = COMMENT.sub("", cell.source)
             quoted = re.findall(r"^> ?(.*)$", text, re.MULTILINE)
             paragraphs = [part for part in text.split("\n\n") if "?" in part and part[0] != "#"]
             asked = " ".join(quoted) if quoted else " ".join(paragraphs[-1:]).replace("\n", " ")
-        elif re.match(r"predict\(", cell.source) and asked:
-            yield asked.strip()
+        elif asked and (name := re.match(r'predict\(\s*"(.+?)"', cell.source)):
+            found = known.get(name[1])
+            yield asked.strip() + f" *{found}*" * bool(found)
             asked = ""
+
+
+def _text(notebook):
+    return "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
 
 
 def disputed(notebook):
     """The statements of its errata, in bold there: (heading, statement)."""
-    text = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    errata = text.partition("\n## Errata")[2].partition("\n## Summary")[0]
+    errata = _text(notebook).partition("\n## Errata")[2].partition("\n## Summary")[0]
     for part in re.split(r"^### ", errata, flags=re.MULTILINE)[1:]:
         heading, _, body = part.partition("\n")
         for statement in re.findall(r"^\*\*.+?\*\*", COMMENT.sub("", body), re.MULTILINE):
@@ -68,13 +86,14 @@ def disputed(notebook):
 
 
 def misconceptions(lab):
-    """A line for each exercise of a lab: wrong answers, and what the check says to each."""
+    """For each exercise of a lab a list to unfold: wrong answers, and what the check says."""
     known = wrong_answers.every()
     for card in exercises.cards():
         if card.lab == lab:
-            said = "; ".join(f"{each.name} (“{each.hint}”)" for each in known[card.exercise])
-            said = re.sub(r"([*_`$<\[\]\\])", r"\\\1", said)
-            yield f"{card.number} {card.title}: {said}."
+            said = [f"{each.name}: “{each.hint}”" for each in known[card.exercise]]
+            said = re.sub(r"([*_`$<\[\]\\])", r"\\\1", bullets(said))
+            title = f"{card.number} {card.title} · {len(known[card.exercise])} wrong answers"
+            yield f":::{{dropdown}} {title}\n{said}:::\n"
 
 
 def transfer(lab):
@@ -96,11 +115,14 @@ def page(lab, notebook):
         minutes = sum(minutes for _, minutes in home)
         yield f"\n**At home** ({minutes:.0f} min): {' · '.join(part for part, _ in home)}\n"
     yield f"\n**Poll before you run** `reveal`\n\n{bullets(polls(notebook))}"
-    yield f"\n**What goes wrong in the exercises**\n\n{bullets(misconceptions(lab))}"
+    yield "\n**What goes wrong in the exercises**\n\n" + "\n".join(misconceptions(lab))
     if found := list(transfer(lab)):
         yield f"\n**Ask at the end**, new questions that the lab answers\n\n{bullets(found)}"
     if found := list(disputed(notebook)):
-        yield "\n**Discuss: is this right?** The lab's errata have the answers.\n"
+        (errata,) = re.findall(r"^## (Errata.*)$", _text(notebook), re.MULTILINE)
+        place = f"../notebooks/{lab}.html#{nodes.make_id(errata)}"
+        said = f'The <a href="{place}">lab\'s errata</a> have the answers.'
+        yield f"\n**Discuss: is this right?** {said}\n"
         yield bullets(f"{statement} — *{heading.lower()}*" for heading, statement in found) + "\n"
 
 
@@ -109,8 +131,8 @@ def bullets(lines):
 
 
 def main():
-    for _, text_path in notebooks.twins():
-        print("\n".join(page(text_path.stem, notebooks.build(text_path))))
+    for path, _ in notebooks.twins():
+        print("\n".join(page(path.stem, nbformat.read(path, as_version=4))))
 
 
 if __name__ == "__main__":

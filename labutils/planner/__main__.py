@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 import time
@@ -60,6 +61,15 @@ def _known(word: str, names: Sequence[str]) -> str:
     return next((name for name in names if name.lower() == meant), word)
 
 
+def _name(path: Path) -> str:
+    """What a model is called whose config.json is, or lies in, this path.
+
+    >>> _name(Path("/models/Qwen2-72B/config.json")), _name(Path("/models/tiny.json"))
+    ('Qwen2-72B', 'tiny')
+    """
+    return (path.parent if path.name == "config.json" else path).name.removesuffix(".json")
+
+
 def options() -> argparse.ArgumentParser:
     """What the command takes."""
     shell = argparse.ArgumentParser(
@@ -74,8 +84,8 @@ def options() -> argparse.ArgumentParser:
     add("--nodes", type=int, required=True, help="how many nodes")
     add("--gpu", default="H100", help="a name of data/hardware.csv (H100)")
     add("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (8)")
-    add("--between", metavar="SIZE", help="each GPU sends out of its node, as 50GB/s (the GPU's)")
-    add("--seq-len", type=int, default=8192, metavar="N", help="tokens of a sequence (8192)")
+    add("--between", metavar="SIZE", help="each GPU sends out of its node, as 50GB/s or 400Gb/s")
+    add("--seq-len", type=int, metavar="N", help="tokens of a sequence (8192, or all positions)")
     add("--batch-tokens", type=_tokens, default=2**22, metavar="N", help="of a global batch (2^22)")
     add("--tokens", type=_tokens, default=0, metavar="N", help="of the whole training, as 15T")
     add("--reserve", type=float, default=0.10, help="share of a device left alone (0.10)")
@@ -95,9 +105,12 @@ def asked(given: argparse.Namespace) -> Job:
     def sent() -> float | None:
         if given.between is None:
             return None
-        speed = float(units.parse(given.between.removesuffix("/s")))
-        if not speed:
-            raise ValueError(f"{given.between} is no link: give what each GPU sends, as 50GB/s")
+        bits = re.fullmatch(r"(.+[kMGT])(?:b/s|bps|bit/s)", given.between)
+        size = f"{bits[1]}B" if bits else given.between.removesuffix("/s")
+        speed = float(units.parse(size)) / (8 if bits else 1)
+        if speed < 1e6:
+            remedy = "give what each GPU sends, as 50GB/s or 400Gb/s"
+            raise ValueError(f"{given.between} is no link: {remedy}")
         return speed
 
     def of(option: str, make: Callable, *args: Any) -> Any:
@@ -109,9 +122,12 @@ def asked(given: argparse.Namespace) -> Job:
     path = Path(given.model)
     if path.exists() or given.model.endswith(".json"):
         model = of("model", ModelConfig.from_hf, given.model)
+        model = dataclasses.replace(model, name=_name(path.absolute()))
     else:
         model = of("model", ModelConfig.named, _known(given.model, ModelConfig.names()))
-    model = of("seq-len", lambda: dataclasses.replace(model, seq_len=given.seq_len))
+    longest = model.seq_len if model.positions == "learned" else 8192
+    length = min(8192, longest) if given.seq_len is None else given.seq_len
+    model = of("seq-len", lambda: dataclasses.replace(model, seq_len=length))
     if given.price and not given.tokens:
         raise ValueError("--price is paid for a whole training: give its --tokens, too")
     device = of("gpu", Hardware.named, _known(given.gpu, Hardware.names()))
@@ -186,13 +202,19 @@ def table(found: Found, top: int) -> Iterator[str]:
 
 
 def _hints(job: Job) -> Iterator[str]:
-    """What a batch costs that GPUs share unevenly."""
-    batch, gpus = job.batch, job.cluster.gpus
-    if batch % gpus and batch > gpus:
-        near = round(batch / gpus) * gpus
+    """What a batch costs that GPUs share unevenly, and a vocabulary that they cannot share."""
+    batch, gpus, near = job.batch, job.cluster.gpus, job.fitting_batch
+    if near != batch:
+        many, one = f"{gpus:,} GPUs", f"a batch of {batch:,} sequences"
+        said = f"{many} do not divide {one}" if batch > gpus else f"{many} are no multiple of {one}"
+        tokens = near * job.model.seq_len
+        yield f"{said}: of {near:,} (--batch-tokens {tokens}) there are more plans"
+    words = job.model.vocab_size
+    if gpus > 1 and math.gcd(words, gpus) == 1:
+        padded = 128 * math.ceil(words / 128)
         yield (
-            f"{gpus:,} GPUs do not divide a batch of {batch:,} sequences: of {near:,} "
-            f"(--batch-tokens {near * job.model.seq_len}) there are more plans"
+            f"no plan has tp, which would divide vocab_size={words:,}: Megatron-LM pads it, "
+            f"so give a config.json with {padded:,}"
         )
 
 

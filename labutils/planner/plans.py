@@ -63,6 +63,15 @@ class Job:
         """Sequences in a global batch."""
         return round(self.batch_tokens / self.model.seq_len)
 
+    @property
+    def fitting_batch(self) -> int:
+        """Sequences in the batch nearest to the one asked for that is a multiple of all GPUs, or of
+        which all GPUs are a multiple: it can be shared out in more ways."""
+        batch, gpus = self.batch, self.cluster.gpus
+        if batch >= gpus:
+            return round(batch / gpus) * gpus
+        return min(_divisors(gpus, 2 * batch), key=lambda n: (abs(n - batch), n))
+
 
 # ── what is legal ─────────────────────────────────────────────────────────────────────────────────
 
@@ -318,10 +327,14 @@ class Found:
     def _none(self) -> str:
         room, device = units.text(self.job.cluster.room), self.job.cluster.device.name
         if not len(self):
+            near = self.job.fitting_batch
+            tokens = near * self.job.model.seq_len
+            would = enumerate_plans(replace(self.job, batch_tokens=tokens))
+            those = f", as with {near:,} sequences ({tokens} tokens)" * bool(len(would.tp))
             return (
                 f"no plan is legal for {self.job.batch:,} sequences on "
                 f"{self.job.cluster.gpus:,} GPUs: change the batch or the number of nodes, so "
-                "that they have divisors in common"
+                f"that they have divisors in common{those}"
             )
         leanest = units.text(float(self.peaks.min()))
         enough = self._nodes()

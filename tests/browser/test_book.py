@@ -272,6 +272,9 @@ def test_reports_are_written_on_the_page_also_in_the_dark(reader, name):
 def test_the_cheat_sheet_is_two_pages_of_paper(reader):
     printed = reader.open("book/cheat_sheet").pdf(prefer_css_page_size=True)
     assert len(re.findall(rb"/Type\s*/Page\b", printed)) == 2
+    reader.page.emulate_media(media="print")
+    assert reader.page.locator("article h1").is_visible(), "paper says what it is"
+    reader.page.emulate_media(media="screen")
 
 
 def test_math_is_typeset(reader):

@@ -58,13 +58,19 @@ class _Submission:
 def submitted(folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
     """(name, notebook) of every submission: a notebook's name, or that of its folder and its own.
 
-    What is no notebook is a submission, too, so that nobody is forgotten; hidden files are none.
+    What is no notebook is a submission, too, so that nobody is forgotten; hidden files are none,
+    nor is what a Mac adds to an archive.
     """
+
+    def hidden(path: pathlib.Path) -> bool:
+        parts = path.relative_to(folder).parts
+        return any(part.startswith(".") or part == "__MACOSX" for part in parts)
+
     for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
+        if hidden(path):
             continue
         inside = sorted(path.rglob("*.ipynb")) if path.is_dir() and not path.is_symlink() else []
-        inside = [each for each in inside if ".ipynb_checkpoints" not in each.parts]
+        inside = [each for each in inside if not hidden(each)]
         for each in inside or [path]:
             name = str(each.relative_to(folder)) + "/" * path.is_dir() * (not inside)
             yield name.removesuffix(".ipynb"), each
@@ -100,8 +106,16 @@ def points_of(path: pathlib.Path | None) -> dict[str, float]:
     """
     if path is None:
         return {card.exercise: card.minutes for card in exercises.cards()}
-    with open(path, newline="", encoding="utf-8") as table:
-        given = {row["exercise"]: float(row["points"]) for row in csv.DictReader(table)}
+    given = {}
+    with open(path, newline="", encoding="utf-8-sig") as table:
+        for row in csv.DictReader(table):
+            try:
+                given[row["exercise"]] = float(row["points"])
+            except (KeyError, TypeError, ValueError):
+                raise ValueError(
+                    f"{path}, line {len(given) + 2}: the first line is exercise,points and each "
+                    "other an exercise, a comma and a number"
+                ) from None
     for exercise, points in given.items():
         exercises.find(exercise)
         if not 0 <= points < math.inf:
@@ -174,7 +188,10 @@ def grade(
     points, began = points or points_of(None), time.monotonic()
     found = [_opened(name, path, lab) for name, path in submitted(folder)]
     for each in found:
-        each.cards = tuple(card for card in each.cards if card.exercise in points)
+        graded = tuple(card for card in each.cards if card.exercise in points)
+        if each.cards and not graded:
+            each.refused = f"it is lab {each.cards[0].lab}, of which no exercise is graded"
+        each.cards = graded
     asked = [(each, card) for each in found for card in each.cards]
     marks: dict[str, list[Mark]] = {each.name: [] for each in found}
     done = sum(not each.cards for each in found)

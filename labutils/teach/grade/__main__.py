@@ -34,6 +34,16 @@ def from_command_line(arguments: list[str] | None = None) -> int:
         parser.error(f"{source} is no folder")
     if out.is_relative_to(source):
         parser.error(f"--out {out} lies in the submissions: name a folder beside them")
+    if out.exists() and not out.is_dir():
+        parser.error(f"--out {out} is a file: name a folder")
+    for name, least in (("jobs", 1), ("seconds", 0.1), ("memory", 0.1)):
+        given = getattr(options, name)
+        if given is not None and not least <= given < 1e6:
+            parser.error(f"--{name} {given:g}: give {least} or more")
+    try:
+        points = grade.points_of(options.points)
+    except (OSError, ValueError) as error:
+        parser.error(f"--points: {error}")
     exposed = {"files", "network", "signals"} - grade.out_of_reach()
     if exposed:
         what = ", ".join(sorted(exposed))
@@ -43,12 +53,13 @@ def from_command_line(arguments: list[str] | None = None) -> int:
         lab=options.lab,
         limits=Limits(seconds=options.seconds, memory=int(options.memory * 1e9)),
         jobs=options.jobs,
-        points=grade.points_of(options.points),
+        points=points,
         partial=not options.whole,
         say=lambda line: print(line, flush=True),
     )
-    table, page, *_ = reports.write(marks, out)
-    print(f"{table}\n{page}")
+    if not marks:
+        parser.error(f"{source} holds nothing to grade: put notebooks or folders of them into it")
+    print("\n".join(map(str, reports.write(marks, out)[:3])))
     return 0
 
 

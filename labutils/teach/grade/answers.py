@@ -11,6 +11,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from labutils.teach import exercises
 from labutils.teach.exercises import Card
 
 MOST_BYTES = 10_000_000
@@ -37,13 +38,19 @@ def code_cells(path: str | os.PathLike) -> list[str]:
             raise Refused("it is no plain file")
         if kind.st_size > MOST_BYTES:
             raise Refused(f"it has {kind.st_size:,} bytes, and {MOST_BYTES:,} are allowed")
-        try:
-            document = json.loads(file.read(MOST_BYTES + 1))
-        except (ValueError, RecursionError) as error:
-            raise Refused(f"it is no notebook: {error}") from None
+        content = file.read(MOST_BYTES + 1)
+    if content.startswith(b"PK\3\4"):
+        raise Refused("it is no notebook but an archive: unpack it, and grade what is in it")
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        why = f"it is no JSON: {error}" if content.strip() else "the file is empty"
+        raise Refused(f"it is no notebook: {why}") from None
     cells = document.get("cells") if isinstance(document, dict) else None
     if not isinstance(cells, list):
-        raise Refused("it is no notebook: it has no list of cells")
+        old = isinstance(document, dict) and "worksheets" in document
+        remedy = ", as before format 4: open it in JupyterLab, and save it" * old
+        raise Refused(f"it is no notebook: it has no list of cells{remedy}")
     code = [each for each in cells if isinstance(each, dict) and each.get("cell_type") == "code"]
     if not code:
         raise Refused("it has no code cell")
@@ -174,6 +181,7 @@ def attempt(card: Card, cells: Sequence[str], whole: bool = False) -> tuple[Any,
     Raises: Refused where there is no answer; it says what came in between.
     """
     upto, expression = what_is_checked(card, cells)
+    upto, moved = _below(cells, upto, expression)
     used = range(upto) if whole else needed(cells, upto, expression)
     space = vars(types.ModuleType("__main__"))
     failures = []
@@ -181,14 +189,47 @@ def attempt(card: Card, cells: Sequence[str], whole: bool = False) -> tuple[Any,
         try:
             execute(cells[index], index, space)
         except BaseException as error:
-            failures.append(f"cell {index + 1}: {type(error).__name__}: {error}"[:500])
+            kind = "" if isinstance(error, Refused) else f"{type(error).__name__}: "
+            failures.append(f"cell {index + 1}: {kind}{error}"[:500])
     try:
         value = eval(expression, space)
     except BaseException as error:
         why = failures[0] if failures else f"{type(error).__name__}: {error}"
         raise Refused(f"there is no answer {expression!r}: {why}"[:700]) from None
     own = [cells[index] for index in used if index]  # the first is the lab's setup
-    return value, list(dict.fromkeys(_remarks(card, value, own)))
+    found = [*moved, *_borrowed(card, own, space), *_remarks(card, value, own)]
+    return value, list(dict.fromkeys(found))
+
+
+def _below(cells: Sequence[str], upto: int, expression: str) -> tuple[int, list[str]]:
+    """How many cells an answer may need, and a remark on what its check has below it: a function
+    that is missing above is taken from there, as from a kernel whose cells ran in another order."""
+    reads = _names(expression)[1]
+    above = set().union(*(_names(cell)[0] for cell in cells[:upto]))
+    for index in reversed(range(upto, len(cells))):
+        defines = (ast.FunctionDef, ast.ClassDef)
+        made = {each.name for each in _tree(cells[index]).body if isinstance(each, defines)}
+        for name in sorted(made & reads):
+            where = f"cell {index + 1}, below its check, "
+            if name in above:
+                return upto, [f"{where}has another {name}, which is not graded"]
+            return len(cells), [f"{where}has {name}"]
+    return upto, []
+
+
+def _borrowed(card: Card, sources: Sequence[str], space: dict[str, Any]) -> Iterator[str]:
+    """That the cells of an answer name the library's own solution."""
+    solution = exercises.find(card.exercise).reference
+    for node in (node for source in sources for node in ast.walk(_tree(source))):
+        if isinstance(node, ast.Name):
+            named = space.get(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = space.get(node.value.id)
+            named = vars(module).get(node.attr) if isinstance(module, types.ModuleType) else None
+        else:
+            continue
+        if named is solution:
+            yield f"uses the library's own {getattr(solution, '__qualname__', 'answer')}"
 
 
 def _remarks(card: Card, value: Any, sources: Sequence[str]) -> Iterator[str]:
