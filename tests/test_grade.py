@@ -17,7 +17,7 @@ import pytest
 
 from labutils.teach import exercises, grade
 from labutils.teach.grade import __main__ as command
-from labutils.teach.grade import answers, containment
+from labutils.teach.grade import answers, containment, reports
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 EXPOSED = {"files", "network", "signals"} - grade.out_of_reach()
@@ -85,9 +85,11 @@ def graded(tmp_path_factory):
             (submissions / added).write_bytes(b"\0\5\x16\7")
         earlier = folder / "grades" / "gradescope" / "left" / "the course" / "results.json"
         earlier.parent.mkdir(parents=True)
-        earlier.write_text("{}")
-        (folder / "grades" / "feedback").mkdir()
-        (folder / "grades" / "feedback" / "left.html").write_text("of an earlier run")
+        earlier.write_text(json.dumps(reports.results([])))
+        feedback = folder / "grades" / "feedback"
+        feedback.mkdir()
+        (feedback / "left.html").write_text("\n".join(reports._head("of an earlier run")))
+        (feedback / "mine.html").write_text("of the teacher")
         points = folder / "points.csv"
         points.write_text("exercise,points\naccumulation/configure,10\n")
         command = [sys.executable, "-m", "labutils.teach.grade", str(submissions), "--out"]
@@ -169,7 +171,8 @@ def test_each_submission_has_a_row_with_its_sum(graded):
 def test_results_of_an_earlier_run_are_gone(graded):
     kept = graded[2] / "grades" / "gradescope" / "left"
     assert not list(kept.rglob("*.json")) and (kept.parent / "honest" / "results.json").exists()
-    assert not (graded[2] / "grades" / "feedback" / "left.html").exists()
+    feedback = graded[2] / "grades" / "feedback"
+    assert not (feedback / "left.html").exists() and (feedback / "mine.html").exists()
 
 
 def test_the_page_and_gradescopes_file_say_the_same(graded):

@@ -289,13 +289,14 @@ def _partly_frozen(attempt) -> str:
 
 def _two_layers(attempt) -> str:
     """Two layers that share a weight, and neither a head nor an embedding."""
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    net[1].weight = net[0].weight
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    net = nn.Sequential(first, second)
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     why = "Any two modules may hold one tensor, not only a head and an embedding."
-    shared = 16 * net[0].weight.numel() + 4
+    shared = 16 * first.weight.numel() + 4
     return _counted(attempt, net, optimizer, "two layers that share a weight", {shared: why})
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from labutils.teach.grade import Mark
 
 _COLUMNS = ("submission", "lab", "exercise", "status", "points", "most", "said", "remarks")
+_MADE_BY = "labutils.teach.grade"  # by which a later run knows what it may replace
 _STYLE = """body{font:16px/1.4 system-ui,sans-serif;margin:2em auto;max-width:60em;padding:0 1em}
 table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ccc;padding:4px 8px;
 text-align:left;vertical-align:top}table{margin:1em 0}pre{white-space:pre-wrap;margin:0}
@@ -34,9 +35,10 @@ def write(marks: Sequence[Mark], folder: pathlib.Path) -> list[pathlib.Path]:
     written = [table, totals, page]
     for place, files in ("gradescope", "results.json"), ("feedback", "*.html"):
         for old in sorted((folder / place).rglob(files)):
-            old.unlink()
-            if not any(old.parent.iterdir()):
-                old.parent.rmdir()
+            if _MADE_BY in old.read_text(encoding="utf-8", errors="replace"):
+                old.unlink()
+                if not any(old.parent.iterdir()):
+                    old.parent.rmdir()
     for name, mine in _by_submission(marks):
         told = [replace(mark, remarks=()) for mark in mine]  # remarks are the teacher's
         texts = {
@@ -101,7 +103,8 @@ def results(marks: Sequence[Mark]) -> dict:
         if mark.status != "refused"
     ]
     score = _sum(mark.points for mark in marks)
-    return {"score": score, "output": "".join(refused), "tests": tests}
+    output, made = "".join(refused), {"made by": _MADE_BY}
+    return {"score": score, "output": output, "tests": tests, "extra_data": made}
 
 
 def _page(marks: Sequence[Mark]) -> str:
@@ -113,7 +116,8 @@ def _page(marks: Sequence[Mark]) -> str:
 
 def _head(title: str) -> Iterator[str]:
     yield f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
-    yield f"<meta name=viewport content='width=device-width'><style>{_STYLE}</style>"
+    yield "<meta name=viewport content='width=device-width'>"
+    yield f"<meta name=generator content={_MADE_BY}><style>{_STYLE}</style>"
 
 
 def _of_submission(number: int, name: str, mine: Sequence[Mark]) -> Iterator[str]:
