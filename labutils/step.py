@@ -494,13 +494,10 @@ def check_plan(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> None:
             remedy = "anatomy.tensors(model) has their names"
             raise ValueError(f"frozen={pattern!r} is the name of no parameter: {remedy}")
     plan = schedule_of(train, mesh)
-    if train.layers is None:
-        pipeline.cut(model, plan.stages)
-    elif len(train.layers) != plan.stages:
+    if train.layers is not None and len(train.layers) != plan.stages:
         sizes = f"layers={train.layers} are for {len(train.layers)} stages"
         raise ValueError(f"{sizes}, and {plan.name} has {plan.stages}: give as many")
-    else:
-        pipeline.stage_flops(model, train.layers)  # or an error
+    pipeline.stages.filled(model, plan.stages, train.layers)  # or an error
 
 
 def _reasons(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Iterator[tuple[bool, str, str]]:

@@ -155,6 +155,7 @@ WRONG = [
     (dict(frozen=("heads.*",)), "frozen='heads.*' is the name of no parameter: anatomy.tensors(model)"),
     (dict(d_head=3), "d_head=3 is odd: RoPE turns pairs of numbers, so give the heads an even width"),
     (dict(mesh=Mesh(pp=2), layers=(1, 2)), "stages of 1, 2 layers do not make a model of 2"),
+    (dict(mesh=Mesh(pp=2), schedule="interleaved", layers=(1, 0, 1, 0)), "stage 1 has nothing to do; give it a layer"),
     (dict(adapters=Adapters(rank=2, alpha=4, pattern="gates")), "no layer's name ends in 'gates': use *, or some of down, gate"),
     (dict(mesh=Mesh(tp=2), fp8="tiles"), "tp=2 cuts tiles of 128 numbers of a layer: set fp8='current'"),
     (dict(mesh=Mesh(dp=3)), "global_batch=8 is not a multiple of micro_batch · dp = 1 · 3"),
