@@ -66,6 +66,7 @@ SOME = replace(LORA, pattern="down")
 FOUND = {
     "some adapters behind Ulysses": (("Ulysses", "LoRA"), dict(adapters=SOME)),
     "some adapters over NF4": (("NF4",), dict(adapters=replace(SOME, base="nf4"))),
+    "adapters of experts alone": (("ep", "LoRA"), dict(adapters=replace(LORA, pattern="up"))),
     "adapters under autocast": (("tp + sp", "LoRA", "autocast"), {}),
     "fp16": (("1F1B",), dict(precision="fp16")),
     "a loss in fp32": (("autocast",), {}),
