@@ -518,7 +518,9 @@ class TrainConfig:
         dp = units.whole(dp, "dp", 1)
         if self.global_batch % (self.micro_batch * dp):
             product = f"micro_batch · dp = {self.micro_batch} · {dp}"
-            raise ValueError(f"global_batch={self.global_batch} is not a multiple of {product}")
+            more = -(-self.global_batch // (self.micro_batch * dp)) * self.micro_batch * dp
+            sizes = f"global_batch={self.global_batch} is not a multiple of {product}"
+            raise ValueError(f"{sizes}: take {more}, say")
         return self.global_batch // (self.micro_batch * dp)
 
 

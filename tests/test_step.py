@@ -158,7 +158,7 @@ WRONG = [
     (dict(mesh=Mesh(pp=2), schedule="interleaved", layers=(1, 0, 1, 0)), "stage 1 has nothing to do; give it a layer"),
     (dict(adapters=Adapters(rank=2, alpha=4, pattern="gates")), "no layer's name ends in 'gates': use *, or some of down, gate"),
     (dict(mesh=Mesh(tp=2), fp8="tiles"), "tp=2 cuts tiles of 128 numbers of a layer: set fp8='current'"),
-    (dict(mesh=Mesh(dp=3)), "global_batch=8 is not a multiple of micro_batch · dp = 1 · 3"),
+    (dict(mesh=Mesh(dp=3)), "global_batch=8 is not a multiple of micro_batch · dp = 1 · 3: take 9, say"),
 ]  # fmt: skip
 
 
