@@ -59,6 +59,15 @@ def tokens(rows=4, config=SMALL):
     return torch.randint(config.vocab_size, (rows, config.seq_len), generator=generator)
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+def test_an_expert_that_no_token_visits_computes_nothing(name):
+    layer, x = nn.Sequential(nn.Linear(24, 16)), torch.zeros(0, 24, requires_grad=True)
+    y = use_fp8(layer, SCHEMES[name])(x)
+    y.sum().backward()
+    assert y.shape == (0, 16) and x.grad.shape == (0, 24)
+    assert not layer[0].weight.grad.any()
+
+
 # ── a cast ────────────────────────────────────────────────────────────────────────────────────────
 
 

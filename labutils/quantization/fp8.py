@@ -116,7 +116,7 @@ def to_eight(
     known = scale is not None
     if scale is None:
         scale = scale_for(tile_amax(x, tile), dtype)
-    scale = scale.view(-1, scale.shape[-1] if scale.dim() else 1)
+    scale = torch.atleast_2d(scale).flatten(0, -2)
     if tile is None:
         tile = x.shape[0], x.shape[1]
     if scale.numel() > 1:
