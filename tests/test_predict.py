@@ -248,6 +248,14 @@ def test_ranks_hold_what_a_dry_run_says_at_the_fullest_moment_of_each_phase(name
     assert said.total == max(said.phases.values())
 
 
+def test_where_nothing_is_trained_no_phase_is_backward():
+    train = TrainConfig(micro_batch=1, global_batch=2, precision="fp32", frozen=("*",))
+    said = predict.peak(GPT2, train)
+    found = rehearsal(GPT2, train, Mesh(), 0).history
+    assert said.total == found.peak.ledger.total and said.phase == "forward"
+    assert "backward" not in said.phases
+
+
 @pytest.mark.parametrize("attention, layout, precision, s, block", [
     ("ring", "zigzag", "bf16", 128, (8, 8)), ("ring", "contiguous", "fp32", 94, (10, 6)),
     ("ulysses", "zigzag", "bf16", 108, (12, 20)),

@@ -131,7 +131,7 @@ def peak(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int 
     kept = tuple(replace(line, note=note) for line in lines if line.amount)
     short, longer = (each.history.phases for each in (found.short, found.longer))
     phases = {}
-    for name in PHASES:
+    for name in (name for name in PHASES if name in short):  # where all is frozen, none backward
         first, next_ = short[name].ledger.total, longer[name].ledger.total
         phases[name] = first + found.more * (next_ - first)
     return Peak(kept, top.phase, top.event, phases)
