@@ -143,7 +143,7 @@ class ModelConfig:
             raise ValueError(f"{given} are of models with experts: give num_experts of 2 or more")
         if self.dense_layers >= self.num_layers:
             every = f"dense_layers={self.dense_layers} of num_layers={self.num_layers}"
-            raise ValueError(f"{every} leaves no layer for experts: give num_experts=1")
+            raise ValueError(f"{every} leaves no layer for experts: give fewer, dense_layers=0 say")
         if not self.kv_rank and any(getattr(self, name) for name in latent):
             given = ", ".join(f"{name}={getattr(self, name)}" for name in latent)
             raise ValueError(f"{given} are of multi-head latent attention: give kv_rank")
@@ -171,6 +171,9 @@ class ModelConfig:
         if self.beyond:
             remedy = "ask num_params, flops_per_token or the planner, or build another model"
             raise ValueError(f"the course's GPT does not run {self.beyond}: {remedy}")
+        if self.positions == "rope" and self.d_head % 2:
+            remedy = "RoPE turns pairs of numbers, so give the heads an even width"
+            raise ValueError(f"d_head={self.d_head} is odd: {remedy}")
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -515,7 +518,9 @@ class TrainConfig:
         dp = units.whole(dp, "dp", 1)
         if self.global_batch % (self.micro_batch * dp):
             product = f"micro_batch · dp = {self.micro_batch} · {dp}"
-            raise ValueError(f"global_batch={self.global_batch} is not a multiple of {product}")
+            more = -(-self.global_batch // (self.micro_batch * dp)) * self.micro_batch * dp
+            sizes = f"global_batch={self.global_batch} is not a multiple of {product}"
+            raise ValueError(f"{sizes}: take {more}, say")
         return self.global_batch // (self.micro_batch * dp)
 
 

@@ -168,6 +168,7 @@ class RankStep:
         self.optimizers = [self._optimizer(named, comm) for named, comm in self.sides]
         fp16 = train.precision == "fp16"
         self.scaler = precision.LossScaler(comm=rank.comm()) if fp16 else None
+        self._all = _Together(self.optimizers)
 
     # ── what a rank has ───────────────────────────────────────────────────────────────────────────
 
@@ -264,9 +265,10 @@ class RankStep:
 
     def _cut_batch(self, tokens: Tensor, targets: Tensor) -> list[Batch]:
         coords, mesh = self.rank.coords, self.rank.mesh
-        layout = context_parallel.layout(tokens.shape[1], mesh.cp, self.train.layout)
-        pairs = (side.chunk(mesh.dp)[coords["dp"]] for side in (tokens, targets))
-        mine = [layout.split(side, coords["cp"]) for side in pairs]
+        mine = [side.chunk(mesh.dp)[coords["dp"]] for side in (tokens, targets)]
+        if mesh.cp > 1:
+            layout = context_parallel.layout(tokens.shape[1], mesh.cp, self.train.layout)
+            mine = [layout.split(side, coords["cp"]) for side in mine]
         return list(zip(*(side.split(self.train.micro_batch) for side in mine), strict=True))
 
     def __call__(self, batches: Sequence[Batch], *, messages: str = "matched") -> Taken:
@@ -281,8 +283,7 @@ class RankStep:
         norm = None
         if self.train.clip:
             norm = zero.clip_grad_norm(gradients, self.rank.comm(), self.train.clip)
-        for optimizer in self.optimizers:
-            (self.scaler or _Steps).step(optimizer)
+        (self.scaler or _Steps).step(self._all)
         if self.scaler is not None:
             self.scaler.update()
         if self.train.fp8 == "delayed":
@@ -356,9 +357,9 @@ class RankStep:
             mine = [p for group in optimizer.param_groups for p in group["params"]]
             if self.train.zero == 0:
                 _average(mine, comm)
-            if self.scaler is not None:
-                self.scaler.unscale_(optimizer)
             found += mine
+        if self.scaler is not None:
+            self.scaler.unscale_(self._all)
         return found
 
     def _whole(self, run: pipeline.RankRun) -> Tensor:
@@ -399,6 +400,24 @@ class RankStep:
     @property
     def _stages(self) -> list[Any]:
         return list(self.stages)
+
+
+class _Together:
+    """The optimizers of a rank as one, of which another rank may have more, or none: all ranks ask
+    once whether gradients are finite, and step all or nothing."""
+
+    def __init__(self, optimizers: list[Any]) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of all."""
+        return [group for each in self.optimizers for group in each.param_groups]
+
+    def step(self) -> None:
+        """Step each."""
+        for each in self.optimizers:
+            each.step()
 
 
 class _Steps:
@@ -468,16 +487,17 @@ def check_plan(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> None:
     if model.num_experts % mesh.ep:
         sizes = f"ep={mesh.ep} does not divide num_experts={model.num_experts}"
         raise ValueError(f"{sizes}: choose another ep, or another number of experts")
+    if train.adapters is not None:
+        lora.targets(model, train.adapters.pattern)
     for pattern in train.frozen:
         if not any(fnmatchcase(name, pattern) for name in anatomy.tensors(model)):
             remedy = "anatomy.tensors(model) has their names"
             raise ValueError(f"frozen={pattern!r} is the name of no parameter: {remedy}")
     plan = schedule_of(train, mesh)
-    if train.layers is None:
-        pipeline.cut(model, plan.stages)
-    elif len(train.layers) != plan.stages:
+    if train.layers is not None and len(train.layers) != plan.stages:
         sizes = f"layers={train.layers} are for {len(train.layers)} stages"
         raise ValueError(f"{sizes}, and {plan.name} has {plan.stages}: give as many")
+    pipeline.stages.filled(model, plan.stages, train.layers)  # or an error
 
 
 def _reasons(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Iterator[tuple[bool, str, str]]:
@@ -504,6 +524,11 @@ def _reasons(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Iterator[tup
         "set autocast=True, or precision='fp32'",
     )
     yield (
+        train.fp8 == "tiles" and mesh.tp > 1 and _cuts_tiles(model, train, mesh),
+        f"tp={mesh.tp} cuts tiles of {quantization.fp8.GROUP} numbers of a layer",
+        "set fp8='current'",
+    )
+    yield (
         mesh.ep > 1 and model.num_experts == 1,
         f"ep={mesh.ep} spreads experts, and the model has none",
         "set ep=1 or num_experts",
@@ -520,6 +545,15 @@ def _reasons(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Iterator[tup
         f"a weight in nf4 is no matrix of numbers that tp={mesh.tp} could cut",
         "give adapters with base=''",
     )
+
+
+def _cuts_tiles(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> bool:
+    """Whether a layer that tensor parallelism splits has shares that are not whole tiles."""
+    local = tensor_parallel.rank_config(model, mesh.tp)
+    widths = [local.num_heads * local.d_head, local.num_kv_heads * local.d_head]
+    dense = local.num_experts == 1
+    widths += [local.d_ff] if dense else [1] * train.sequence  # a router's tokens are shared out
+    return any(width % quantization.fp8.GROUP for width in widths)
 
 
 def _reasons_of_zero(

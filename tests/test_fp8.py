@@ -2,6 +2,7 @@
 bytes of every recipe: formula = dry run = real run."""
 
 import copy
+import functools
 import itertools
 import math
 
@@ -13,7 +14,7 @@ from torch import nn
 from labutils import checkpointing, data_parallel, floats, measure, tensor_parallel, zero
 from labutils.config import Mesh, ModelConfig
 from labutils.model import GPT
-from labutils.precision import LossScaler
+from labutils.precision import LossScaler, autocast
 from labutils.quantization import (
     F8_E4M3,
     F8_E5M2,
@@ -57,6 +58,26 @@ def gpt(seed=0, config=SMALL):
 def tokens(rows=4, config=SMALL):
     generator = torch.Generator().manual_seed(7)
     return torch.randint(config.vocab_size, (rows, config.seq_len), generator=generator)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_an_expert_that_no_token_visits_computes_nothing(name):
+    layer, x = nn.Sequential(nn.Linear(24, 16)), torch.zeros(0, 24, requires_grad=True)
+    y = use_fp8(layer, SCHEMES[name])(x)
+    y.sum().backward()
+    assert y.shape == (0, 16) and x.grad.shape == (0, 24)
+    assert not layer[0].weight.grad.any()
+
+
+@pytest.mark.parametrize("region", [autocast, functools.partial(torch.autocast, "cpu")], ids=["ours", "torch's"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_sums_are_fp32_under_autocast_too(name, dtype, region):
+    """Codes go up to 448: in fp16, whose largest number is 65,504, products of two would be infinite."""
+    (layer,), x = use_fp8(nn.Sequential(nn.Linear(256, 16, bias=False)), SCHEMES[name]), drawn(8, 256)
+    wanted = layer(x)
+    with region(dtype=dtype):
+        assert torch.equal(layer(x), wanted)
 
 
 # ── a cast ────────────────────────────────────────────────────────────────────────────────────────

@@ -66,6 +66,7 @@ SOME = replace(LORA, pattern="down")
 FOUND = {
     "some adapters behind Ulysses": (("Ulysses", "LoRA"), dict(adapters=SOME)),
     "some adapters over NF4": (("NF4",), dict(adapters=replace(SOME, base="nf4"))),
+    "adapters of experts alone": (("ep", "LoRA"), dict(adapters=replace(LORA, pattern="up"))),
     "adapters under autocast": (("tp + sp", "LoRA", "autocast"), {}),
     "fp16": (("1F1B",), dict(precision="fp16")),
     "a loss in fp32": (("autocast",), {}),
@@ -245,6 +246,14 @@ def test_ranks_hold_what_a_dry_run_says_at_the_fullest_moment_of_each_phase(name
     assert real == dry
     assert said.phases == {name: found[name].ledger.total for name in said.phases}
     assert said.total == max(said.phases.values())
+
+
+def test_where_nothing_is_trained_no_phase_is_backward():
+    train = TrainConfig(micro_batch=1, global_batch=2, precision="fp32", frozen=("*",))
+    said = predict.peak(GPT2, train)
+    found = rehearsal(GPT2, train, Mesh(), 0).history
+    assert said.total == found.peak.ledger.total and said.phase == "forward"
+    assert "backward" not in said.phases
 
 
 @pytest.mark.parametrize("attention, layout, precision, s, block", [

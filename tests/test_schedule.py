@@ -178,7 +178,7 @@ NOT_MADE = [
     (lambda: schedule.interleaved(4, 13), "m=13 micro-batches make no 3 equal rounds for p=4"),
     (lambda: schedule.interleaved(2, 4, 0), "chunks must be at least 1, got 0"),
     (lambda: schedule.dualpipe_v(4, 7), "needs m ≥ 2p micro-batches: m=7 at p=4, take 8"),
-    (lambda: schedule.dualpipe(3, 8), "needs an even p and an even m ≥ 2p: got p=3, m=8"),
+    (lambda: schedule.dualpipe(3, 8), "needs an even p and an even m ≥ 2p: got p=3, m=8; take p=4 and m=8, say"),
     (lambda: schedule.zb_auto(4, 8, 3), "cap=3 is too little for p=4: rank 0 needs 4"),
     (lambda: Durations(O=-1), "O must be a time of at least 0, got -1"),
     (lambda: Durations(F=-1), "F must be a time of at least 0, got -1"),

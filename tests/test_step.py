@@ -82,6 +82,16 @@ def test_the_loss_is_that_of_the_whole_batch_on_every_rank():
         assert losses == [pytest.approx(loss, rel=1e-12)]
 
 
+def test_one_rank_of_cp_takes_sequences_of_any_length():
+    """Zigzag, of which `layout` speaks, is of two halves for each of several ranks."""
+    model = replace(MODEL, seq_len=15)
+    tokens, targets = (side[:, :15] for side in BATCH)
+    with World(Mesh(dp=2)) as world:
+        make = step.build(model, TRAIN, Mesh(dp=2))
+        shares = world.run(lambda rank: make(rank).share(tokens, targets))
+    assert torch.equal(torch.cat([mine for share in shares for mine, _ in share]), tokens)
+
+
 def test_where_one_rank_overflows_in_fp16_all_skip():
     """A scale of 2^16 is too large for gradients beyond 1; who has none that are waits for the others."""
     train = replace(TRAIN, precision="fp16", autocast=True, clip=1.0)
@@ -96,6 +106,22 @@ def test_where_one_rank_overflows_in_fp16_all_skip():
     assert {mine.scaler.value for _, _, mine, _ in found} == {2.0**14}
     for losses, weights, *_ in found:
         assert losses[0] == losses[1], "the weights are those of the beginning"
+
+
+@pytest.mark.parametrize("given, mesh", [
+    (dict(frozen=("tokens*", "blocks.0.*")), Mesh(pp=2)),
+    (dict(layers=(0, 2), num_layers=2, num_experts=4, top_k=2), Mesh(pp=2, dp=2, ep=2)),
+], ids=["the first stage learns nothing", "experts on the last stage alone"])  # fmt: skip
+def test_ranks_agree_in_fp16_whatever_each_of_them_trains(given, mesh):
+    """Those who train nothing, and those with experts beside the rest, ask the others as often."""
+    model = replace(MODEL, **{k: v for k, v in given.items() if k in vars(MODEL)})
+    how = {k: v for k, v in given.items() if k not in vars(MODEL)}
+    train = replace(TRAIN, precision="fp16", clip=1.0, **how)
+    found = trained(train, mesh, steps=2, model=model)
+    assert len({tuple(losses) for losses, *_ in found}) == 1
+    assert len({mine.scaler.value for _, _, mine, _ in found}) == 1
+    for rank in (0, mesh.size - 1):
+        assert equivalence.rehearsed(model, train, mesh, rank) == (0, 0)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -127,7 +153,12 @@ WRONG = [
     (dict(mesh=Mesh(pp=4), schedule="interleaved"), "2 layers do not fill 8 stages"),
     (dict(mesh=Mesh(pp=2), layers=(1, 1, 0)), "are for 3 stages, and one_f_one_b has 2"),
     (dict(frozen=("heads.*",)), "frozen='heads.*' is the name of no parameter: anatomy.tensors(model)"),
-    (dict(mesh=Mesh(dp=3)), "global_batch=8 is not a multiple of micro_batch · dp = 1 · 3"),
+    (dict(d_head=3), "d_head=3 is odd: RoPE turns pairs of numbers, so give the heads an even width"),
+    (dict(mesh=Mesh(pp=2), layers=(1, 2)), "stages of 1, 2 layers do not make a model of 2"),
+    (dict(mesh=Mesh(pp=2), schedule="interleaved", layers=(1, 0, 1, 0)), "stage 1 has nothing to do; give it a layer"),
+    (dict(adapters=Adapters(rank=2, alpha=4, pattern="gates")), "no layer's name ends in 'gates': use *, or some of down, gate"),
+    (dict(mesh=Mesh(tp=2), fp8="tiles"), "tp=2 cuts tiles of 128 numbers of a layer: set fp8='current'"),
+    (dict(mesh=Mesh(dp=3)), "global_batch=8 is not a multiple of micro_batch · dp = 1 · 3: take 9, say"),
 ]  # fmt: skip
 
 

@@ -124,8 +124,3 @@ def predictable(model: ModelConfig, train: TrainConfig) -> None:
             "what the router chooses, so there is no formula for the peak; predict.states and "
             "memory.activations are exact for any choice"
         )
-    if model.positions == "rope" and model.d_head % 2:
-        raise ValueError(
-            f"d_head={model.d_head} is odd: RoPE turns pairs of numbers, "
-            "so give the heads an even width"
-        )

@@ -74,6 +74,23 @@ def cut(model: ModelConfig, n: int) -> tuple[int, ...]:
     return min(found, key=lambda layers: (longest(layers), -layers[-1]))
 
 
+def filled(
+    model: ModelConfig, n: int, layers: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """The layers of each of n stages: those given, or as `cut` has them.
+
+    Raises ValueError: if they are not those of the model, or not n, or a stage has nothing to do.
+    """
+    layers = cut(model, n) if layers is None else tuple(layers)
+    if len(layers) != units.whole(n, "n", 1):
+        raise ValueError(f"layers={layers} are for {len(layers)} stages, not for {n}")
+    stage_flops(model, layers)  # or an error
+    empty = [i for i in range(1, n - 1) if not layers[i]]
+    if empty:
+        raise ValueError(f"layers={layers}: stage {empty[0]} has nothing to do; give it a layer")
+    return layers
+
+
 class PipelineStage(GPT):
     """Some consecutive layers of a GPT, with the embedding if it is the first stage and the head if
     it is the last; made by `split`. Parameters have the names that they have in the whole model.
@@ -132,13 +149,7 @@ def split(model: GPT, n: int, layers: Sequence[int] | None = None) -> nn.ModuleL
         raise TypeError(f"split takes a labutils.model.GPT, whole, got {type(model).__name__}")
     if hasattr(model, "_sharded"):
         raise TypeError("split takes a model that is whole: zero.shard each of its stages, later")
-    layers = cut(model.config, n) if layers is None else tuple(layers)
-    if len(layers) != units.whole(n, "n", 1):
-        raise ValueError(f"layers={layers} are for {len(layers)} stages, not for {n}")
-    stage_flops(model.config, layers)  # or an error
-    empty = [i for i in range(1, n - 1) if not layers[i]]
-    if empty:
-        raise ValueError(f"layers={layers}: stage {empty[0]} has nothing to do; give it a layer")
+    layers = filled(model.config, n, layers)
     numbers = iter(range(model.config.num_layers))
     stages = nn.ModuleList(
         _stage(model, i, n, itertools.islice(numbers, count)) for i, count in enumerate(layers)

@@ -131,7 +131,7 @@ def peak(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int 
     kept = tuple(replace(line, note=note) for line in lines if line.amount)
     short, longer = (each.history.phases for each in (found.short, found.longer))
     phases = {}
-    for name in PHASES:
+    for name in (name for name in PHASES if name in short):  # where all is frozen, none backward
         first, next_ = short[name].ledger.total, longer[name].ledger.total
         phases[name] = first + found.more * (next_ - first)
     return Peak(kept, top.phase, top.event, phases)
@@ -174,7 +174,8 @@ def _why_dry(train: TrainConfig, mesh: Mesh) -> str:
     """Why there is no formula for what is sent, if there is none."""
     ends = [name for name in train.frozen if "*" in name or not name.startswith("blocks")]
     adapters, tp = train.adapters, mesh.tp > 1
-    some, split = adapters is not None and adapters.pattern != "*", tp or mesh.cp > 1
+    some = adapters is not None and adapters.pattern != "*"
+    split = max(mesh.tp, mesh.cp, mesh.ep) > 1
     reasons = {
         "the ranks of tp agree on scales": tp and train.fp8 not in (None, "unscaled"),
         "autocast chooses in which format an adapter computes": tp and train.autocast and adapters,

@@ -309,5 +309,4 @@ def _agreed(here: Here) -> Iterator[Call]:
     yield Call("targets", "all_reduce", OTHERS, 1, 8, int(last))
     yield Call("loss", "all_reduce", ("pp", "dp", "cp"), 1, 8, 1)
     yield Call("gradient norm", "all_reduce", _WHOLE, 1, 8, int(train.clip is not None))
-    scaled = len(list(here.sides())) if train.precision == "fp16" else 0
-    yield Call("finite", "all_reduce", _WHOLE, 1, 4, scaled)
+    yield Call("finite", "all_reduce", _WHOLE, 1, 4, int(train.precision == "fp16"))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from labutils import units
+from labutils import precision, units
 from labutils.tensor_parallel import ColumnLinear, RowLinear, Split, TokenLinear
 from labutils.world import Comm
 
@@ -116,7 +116,7 @@ def to_eight(
     known = scale is not None
     if scale is None:
         scale = scale_for(tile_amax(x, tile), dtype)
-    scale = scale.view(-1, scale.shape[-1] if scale.dim() else 1)
+    scale = torch.atleast_2d(scale).flatten(0, -2)
     if tile is None:
         tile = x.shape[0], x.shape[1]
     if scale.numel() > 1:
@@ -143,9 +143,11 @@ def product(a: Eight, b: Eight, dtype: torch.dtype = torch.float32) -> Float[Ten
             changes = f"the scale of {name} changes after {step} of {k} terms of each sum"
             must = f"its tile must be {GROUP} long along its last dim"
             raise ValueError(units.Reason("scale", f"{changes}: {must}"))
-    if a.inverse.numel() == b.inverse.numel() == 1:
-        return (a.codes.to(dtype) @ b.codes.to(dtype).mT) * (a.inverse * b.inverse)
-    return a.numbers(dtype) @ b.numbers(dtype).mT
+    # Autocast would round the sums to half precision; in fp16, codes of 448 overflow.
+    with precision.autocast(enabled=False), torch.autocast(a.codes.device.type, enabled=False):
+        if a.inverse.numel() == b.inverse.numel() == 1:
+            return (a.codes.to(dtype) @ b.codes.to(dtype).mT) * (a.inverse * b.inverse)
+        return a.numbers(dtype) @ b.numbers(dtype).mT
 
 
 @dataclass(frozen=True)

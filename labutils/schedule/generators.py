@@ -348,8 +348,9 @@ def dualpipe(p: int, m: int) -> Schedule:
     """
     p, m = units.whole(p, "p", 2), units.whole(m, "m", 1)
     if p % 2 or m % 2 or m < 2 * p:
-        need = "an even p and an even m ≥ 2p"
-        raise ValueError(f"dualpipe needs {need}: got p={p}, m={m}")
+        need, even = "an even p and an even m ≥ 2p", p + p % 2
+        fits = f"take p={even} and m={max(2 * even, m + m % 2)}, say"
+        raise ValueError(f"dualpipe needs {need}: got p={p}, m={m}; {fits}")
     folded = dualpipe_v(p // 2, m // 2)
     rows: list[tuple[Op, ...]] = [()] * p
     for rank, ops in enumerate(folded.ranks):
