@@ -900,25 +900,45 @@ def test_waiting_for_work_that_nobody_joins_is_a_deadlock(four, begun):
     assert "all_reduce(float32[4], op=sum)" in str(fails(four, program, DeadlockError))
 
 
-def test_who_has_what_it_waited_for_does_not_wait(tmp_path):
-    """A thread that is slow to go on may find its request done and the run declared a deadlock."""
+@pytest.fixture
+def alone():
+    """The endpoint of the only rank, and a request that nobody answers."""
     folder, lock = sockets.make_folder()
     with lock, sockets.create_memory(folder, 1):
         endpoint = sockets.SocketEndpoint(folder, 0, 1, PATIENT, lambda: None)
-        call = CallSite("recv", "world", ("here", 1, "program"))
-        request = Request(call, rank=0)
-        endpoint.waiting[request] = math.inf
-        for _ in range(3):
-            endpoint._look()
-        assert endpoint.progress.rests(0) and isinstance(request.error, DeadlockError)
-        endpoint.reset(1)
-        endpoint.progress.clear()
-        request = Request(call, rank=0, done=True)
-        endpoint.waiting[request] = math.inf
-        for _ in range(3):
-            endpoint._look()
-        assert not endpoint.progress.rests(0) and request.error is None
+        yield endpoint, Request(CallSite("recv", "world", ("here", 1, "program")), rank=0)
     sockets.sweep_folders()
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_who_has_what_it_waited_for_does_not_wait(alone, done):
+    """A thread that is slow to go on would find its request done and the run called a deadlock."""
+    endpoint, request = alone
+    request.done = done
+    endpoint.waiting[request] = math.inf
+    for _ in range(3):
+        endpoint._look()
+    assert endpoint.progress.rests(0) != done
+    assert isinstance(request.error, DeadlockError) != done
+
+
+def test_a_rank_leaves_after_what_it_has_begun(alone):
+    """Which could send in the next run."""
+    endpoint, request = alone
+    endpoint.begin(worker := object())
+    order = []
+
+    def work():
+        until(lambda: endpoint.stopped)
+        order.append("stopped")
+        endpoint.finish(request, worker)
+
+    working = threading.Thread(target=work)
+    working.start()
+    endpoint.leave(over=True)
+    order.append("left")
+    working.join()
+    assert order == ["stopped", "left"] and endpoint.progress.rests(0)
 
 
 def test_nothing_of_a_run_that_failed_goes_on_in_the_next(four):

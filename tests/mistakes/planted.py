@@ -651,6 +651,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('    fcntl.flock(lock, fcntl.LOCK_EX)\n', ''),
         ('<= _PATH else', '<= 200 else'),
         ("while news.acquire() and watched:", "while watched:"),
+        ("in_vain = sum(not request.done for request in self.waiting)", "in_vain = len(self.waiting)"),
+        ("self.idle.wait_for(lambda: not self.jobs)", "pass"),
     ],
     ("world/messages", "test_world"): [
         ("        request.tensor = NO_TENSOR", "        pass"),
@@ -658,6 +660,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("world/threads", "test_world"): [
         ("if not queue or queue[0].sending == request.sending:", "if not queue:"),
         ("self.deadlock |= bool(self.waiting)", "self.deadlock |= len(self.waiting) > 1"),
+        ("self.actors += self.jobs[worker] == 1", "self.actors += 1"),
+        ("self._away(self.jobs[worker] == 0)", "self._away(0)"),
     ],
     ("world/worker", "test_world"): [
         ('known["_forkserver_address"]', 'known["_forkserver_path"]'),
