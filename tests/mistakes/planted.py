@@ -819,7 +819,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("for rank in sorted({0, min(1, plan.pp - 1), plan.pp - 1}):", "for rank in sorted({0, plan.pp - 1}):"),
         ("seconds / estimate.seconds:6.1%", "seconds / job.batch:6.1%"),
         ("given.plan - 1", "given.plan"),
-        ('units.parse(given.between.removesuffix("/s"))', 'units.parse("50GB")'),
+        ('units.parse(size)', 'units.parse("50GB")'),
         ("for rank in sorted({0, min(1, plan.pp - 1), plan.pp - 1}):", "for rank in (0,):"),
         ("found.fastest.seconds * (1 + TIE)", "found.fastest.seconds"),
     ],
