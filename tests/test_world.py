@@ -1,6 +1,7 @@
 """One program on every engine: right values, every byte counted, and every kind of failure told at once and survived."""
 
 import gc
+import importlib
 import itertools
 import linecache
 import math
@@ -1608,3 +1609,11 @@ def test_ranks_on_gpus_meet_by_nccl_and_send_by_it(monkeypatch, tmp_path, device
     member = worker._join(0, Mesh(dp=1), 1.0, str(tmp_path))
     assert begun == [backend]
     assert member.endpoint == ("DistributedEndpoint" if device == "cuda" else "SocketEndpoint")
+
+
+def test_what_is_shaken_exists():
+    shaken = runpy.run_path(str(ROOT / "tests" / "shaken" / "sitecustomize.py"))
+    for module, classes in shaken["MEET"].items():
+        known = importlib.import_module(f"labutils.{module}")
+        for name, calls in classes.items():
+            assert all(call in vars(vars(known)[name]) for call in calls.split())
