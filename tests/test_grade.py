@@ -185,6 +185,7 @@ def test_the_page_and_gradescopes_file_say_the_same(graded):
         assert found["score"] == float(rows[name]["points"])
         for test in found["tests"]:
             assert test["output"] == rows[name]["said"] and test["max_score"] == 10
+            assert (test["status"] == "passed") == (rows[name]["status"] == "solved")
     assert "no notebook" in found["output"] and found["tests"] == []
     for name in (row.removeprefix("'") for row in rows):
         path = folder / "grades" / "feedback" / f"{name.rstrip('/')}.html"

@@ -309,6 +309,7 @@ WRONG = {
             "every partial sum",
         ),
         Wrong("rounds the last sum alone", _smallest_twice, "every addition in the format", "once"),
+        Wrong("all partial sums", precision.running_sum, "a sum of ones", "Return one number"),
     ),
     "floats/rounds-twice": (
         Wrong("any number", 0.1, "the cast gets it wrong", "not halfway between two fp16 values"),
