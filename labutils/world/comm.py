@@ -401,6 +401,7 @@ class Background:
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         self.jobs: Any = queue.SimpleQueue()
+        self.closed = False
         threading.Thread(target=self._work, name=f"{comm.axis}-async", daemon=True).start()
 
     def start(
@@ -417,14 +418,12 @@ class Background:
 
     def close(self) -> None:
         """End the thread after what it does now; what still waits for its turn is dropped."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.comm._endpoint.finish(self.jobs.get_nowait()[0], self)
+        self.closed = True
         self.jobs.put(None)
 
     def _work(self) -> None:
         while (job := self.jobs.get()) is not None:
-            request = self._do(*job)
+            request = job[0] if self.closed else self._do(*job)
             del job  # what it worked on is the rank's alone when the rank learns that it is done
             self.comm._endpoint.finish(request, self)
             del request

@@ -1,5 +1,6 @@
 """Ranks as threads: they start in microseconds, and a deadlock is seen when the last one blocks."""
 
+import contextlib
 import ctypes
 import sys
 import threading
@@ -148,9 +149,10 @@ class Threads:
         ranks = [Rank(i, self.mesh, meeting, cpu, private=False) for i in range(size)]
 
         def program(rank: Rank) -> None:
-            with OUT.counted(rank.rank), ERR.counted(rank.rank):
-                outcome = perform(rank, fn, args, kwargs)
-            meeting.end(rank.rank, outcome)
+            with contextlib.suppress(Stopped):  # which `_stop` may throw at what is just ending
+                with OUT.counted(rank.rank), ERR.counted(rank.rank):
+                    outcome = perform(rank, fn, args, kwargs)
+                meeting.end(rank.rank, outcome)
 
         threads = [
             threading.Thread(target=program, args=(rank,), name=f"rank {rank.rank}", daemon=True)
