@@ -72,7 +72,7 @@ def _taken(attempt: Callable, lengths: Sequence[int]) -> tuple[Any, Tensor, Tens
 
 def _close(found: Tensor, expected: Tensor) -> bool:
     """Equal up to shares that were rounded to fp32, as torch.tensor(share) does."""
-    return bool((found - expected).norm() <= 1e-6 * expected.norm())
+    return bool((found - expected).norm() <= 2**-22 * expected.norm())
 
 
 def _compare(attempt: Callable, lengths: Sequence[int], hint: str) -> None:
