@@ -191,14 +191,13 @@ def _encodes(attempt: Encode, fmt: FloatFormat, numbers: Sequence[float], hint: 
         got = int(got)
         if got != exact and not fmt.fields(got).kind == fmt.fields(exact).kind == "nan":
             yours, right = (f"{fmt.bit_string(code)} ({fmt.decode(code)})" for code in (got, exact))
-            if exact == 0 and fmt.nan == "negative_zero":
-                pass  # the hint given is about that
-            elif got ^ exact == 1 << fmt.exponent_bits + fmt.mantissa_bits:
+            signed = fmt.nan != "negative_zero" or exact  # else the hint given says what zero has
+            if signed and got ^ exact == 1 << fmt.exponent_bits + fmt.mantissa_bits:
                 hint = (
                     "All but the sign is right: its bit stands above those of exponent and "
                     "mantissa. Zero has one, too, and what underflows keeps its own."
                 )
-            elif x == 0:
+            elif signed and x == 0:
                 hint = (
                     "Zero lies between no two powers of two, and math.frexp(0) says exponent 0 "
                     "all the same: all its bits are 0, but for the sign."
