@@ -24,6 +24,8 @@ import zlib
 
 import hypothesis
 import jaxtyping
+import kernels  # tools/kernels.py
+import nbval.kernel
 import nbval.plugin
 import numpy as np
 import printed
@@ -76,6 +78,7 @@ def sanitize(cell, text, plain=nbval.plugin.IPyNbCell.sanitize):
 
 
 nbval.plugin.IPyNbCell.sanitize = sanitize
+nbval.kernel.KernelManager = kernels.KernelManager
 
 
 def pages(outputs):

@@ -6,6 +6,7 @@ import html.parser
 import itertools
 import json
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import zlib
 
 import jupytext
 import nbformat
+import nbval.kernel
 import printed
 import pytest
+from jupyter_client.provisioning.local_provisioner import LocalPortCache
 
 import notebooks as tool  # tools/notebooks.py
 from labutils.ledger import Ledger, Line
@@ -388,6 +391,21 @@ def test_a_kernel_has_what_sums_depend_on(monkeypatch):
         notebook = tool.execute(nbformat.v4.new_notebook(cells=cells), tool.NOTEBOOKS)
         threads.append(notebook.cells[0].outputs[0].text)
     assert threads == ["1\n", "3\n"]
+
+
+def test_a_kernel_asks_for_no_port_that_another_process_could_take(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(
+            LocalPortCache, "find_available_port", lambda cache, ip: taken.getsockname()[1]
+        )
+        cells = [nbformat.v4.new_code_cell("print('well')")]
+        notebook = tool.execute(nbformat.v4.new_notebook(cells=cells), tool.NOTEBOOKS)
+        assert notebook.cells[0].outputs[0].text == "well\n"
+        manager, client = nbval.kernel.start_new_kernel(
+            kernel_name=nbval.kernel.CURRENT_ENV_KERNEL_NAME
+        )
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
 
 
 def test_memory_is_that_of_the_processes_a_lab_starts():

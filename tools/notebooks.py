@@ -23,6 +23,7 @@ import threading
 import time
 
 import jupytext
+import kernels  # beside this file
 import nbclient
 import nbformat
 import psutil
@@ -166,7 +167,12 @@ def execute(notebook, directory):
     )
     where = {"metadata": {"path": str(directory)}}
     client = nbclient.NotebookClient(
-        notebook, kernel_name="python3", timeout=CELL_TIMEOUT, record_timing=False, resources=where
+        notebook,
+        kernel_name="python3",
+        kernel_manager_class=kernels.AsyncKernelManager,
+        timeout=CELL_TIMEOUT,
+        record_timing=False,
+        resources=where,
     )
     client.execute(env=os.environ | sums.settings())
     return notebook
