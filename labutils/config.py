@@ -244,7 +244,8 @@ class ModelConfig:
             raise TypeError(f"from_hf takes a path or a dictionary, got {source!r}")
         family = str(config.get("model_type"))
         if reason := _HF_BEYOND.get(family):
-            remedy = "if its sizes without them will do, build a ModelConfig by hand"
+            remedy = "if its sizes without them will do, "
+            remedy += _HF_WITHOUT.get(family, "build a ModelConfig by hand")
             beyond = f"{family} has {reason}, which a ModelConfig has not"
             raise ValueError(f"{origin}: {beyond}: {remedy}")
         if family not in _HF_FAMILIES:
@@ -381,6 +382,7 @@ _HF_BEYOND = {
     "qwen3_moe": "norms of queries and keys",
 }
 """Parts that the anatomy of a ModelConfig cannot express, by model_type."""
+_HF_WITHOUT = {"qwen3": 'write "model_type": "llama" in a copy of it'}
 
 
 @dataclass(frozen=True, kw_only=True)

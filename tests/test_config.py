@@ -112,6 +112,15 @@ def test_from_hf_says_what_it_cannot_read(broken, message):
         ModelConfig.from_hf(broken)
 
 
+def test_a_qwen3_without_its_norms_is_read_as_the_error_says():
+    """Qwen3-8B has 8,190,735,360 weights, of which 2 · 128 a layer are in norms of queries and keys."""
+    qwen3 = HF["llama-3.1-8b"] | dict(model_type="qwen3", num_hidden_layers=36, head_dim=128, intermediate_size=12288, vocab_size=151936)  # fmt: skip
+    with pytest.raises(ValueError, match='write "model_type": "llama" in a copy of it'):
+        ModelConfig.from_hf(qwen3)
+    without = ModelConfig.from_hf(qwen3 | dict(model_type="llama"))
+    assert without.num_params + 36 * 2 * 128 == 8_190_735_360
+
+
 @pytest.mark.parametrize("family, kv", [("llama", 32), ("mistral", 8), ("mixtral", 8), ("phi3", 32), ("qwen2", 32)])  # fmt: skip
 def test_a_key_that_is_not_there_has_the_default_of_its_family(family, kv):
     bare = {k: v for k, v in HF["phi-3-mini"].items()} | dict(model_type=family)
