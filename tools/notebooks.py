@@ -31,7 +31,7 @@ import sums  # beside this file
 
 NOTEBOOKS = pathlib.Path(__file__).resolve().parents[1] / "notebooks"
 FIRST, COVER = "00_start_here", NOTEBOOKS.parent / "book" / "static" / "cover.png"
-CELL_TIMEOUT = 120  # seconds
+CELL_TIMEOUT = 600  # seconds, for what hangs: on a busy machine a cell of 15 s takes two minutes
 LAB_SECONDS, LAB_BYTES = (
     60,
     2_000_000_000,
