@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import base64
+import gc
 import io
 import json
 import re
@@ -69,6 +70,13 @@ def pytest_collection_modifyitems(items):
     """With `--no-loadscope-reorder`, pytest-xdist hands files out in this order; by itself in that
     of their number of tests, so that a few long ones come last."""
     items.sort(key=lambda item: not LONG.search(item.path.as_posix()))
+
+
+def pytest_collection_finish():
+    """What is there before the first test stays to the end: there is no need to look through it
+    again and again for what may go."""
+    gc.collect()
+    gc.freeze()
 
 
 def sanitize(cell, text, plain=nbval.plugin.IPyNbCell.sanitize):

@@ -131,6 +131,13 @@ class Reader:
             )  # pages without a formula come without MathJax
         return self.page
 
+    def sit(self, viewport, theme):
+        """At a desk or with a phone, in the light or in the dark, whatever a test before did."""
+        self.trouble.clear()
+        self.page.set_viewport_size(viewport)
+        self.page.emulate_media(color_scheme=theme)
+        return self
+
     def dress(self, theme):
         self.page.emulate_media(color_scheme=theme)
         followed = expect(self.page.locator("html"))  # once the page is drawn again
@@ -171,10 +178,13 @@ def tab(browser, address) -> Iterator[Reader]:
 @pytest.fixture
 def reader(tab) -> Reader:
     """The tab at a desk and in the light, whatever a test before did."""
-    tab.trouble.clear()
-    tab.page.set_viewport_size(DESK)
-    tab.page.emulate_media(color_scheme="light")
-    return tab
+    return tab.sit(DESK, "light")
+
+
+@pytest.fixture
+def phone(tab) -> Reader:
+    """The same tab on a phone."""
+    return tab.sit(PHONE, "light")
 
 
 def test_every_lab_has_a_page_and_no_page_names_another_site_to_load_from(site):
@@ -230,43 +240,9 @@ def test_a_page_is_whole(reader, name):
     assert reader.trouble == []
 
 
-@each_page
-def test_a_page_fits_a_phone(reader, name):
-    reader.page.set_viewport_size(PHONE)
-    page = reader.open(name)
-    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-    sticking_out = """all => all.filter(element => {
-        for (let box = element.parentElement; box; box = box.parentElement)
-            if (getComputedStyle(box).overflowX !== 'visible') return false;  // it scrolls within its own box
-        return element.getBoundingClientRect().right > innerWidth + 1;
-    }).map(element => element.outerHTML.slice(0, 120))"""
-    assert page.locator("article *:visible").evaluate_all(sticking_out) == []
-
-
-@each_lab
-def test_a_figure_on_a_phone_scrolls_rather_than_shrinks(reader, name):
-    reader.page.set_viewport_size(PHONE)
-    figures = reader.open(name).locator("article figure:has(> img[width]):visible")
-    shrunk = """all => all.filter(figure => {
-        const image = figure.querySelector('img'), card = getComputedStyle(figure);
-        const least = Math.min(image.getAttribute('width'), 560) - 1;
-        return image.getBoundingClientRect().width < least || card.overflowX !== 'auto';
-    }).map(figure => figure.outerHTML.slice(0, 200))"""
-    assert figures.evaluate_all(shrunk) == []
-
-
 def test_a_table_printed_by_a_cell_is_a_table(reader):
     table = reader.open("notebooks/00_start_here").locator("article .cell_output table").first
     assert table.locator("mjx-container").count() >= 10
-
-
-@each_lab
-def test_reports_are_written_on_the_page_also_in_the_dark(reader, name):
-    shown = reader.open(name).locator("article .cell_output .text_html")
-    reader.dress("dark")
-    painted = """all => new Set(all.map(box => getComputedStyle(box).backgroundColor)).size == 1
-        && getComputedStyle(all[0]).backgroundColor == 'rgba(0, 0, 0, 0)'"""
-    assert shown.count() and shown.evaluate_all(painted)
 
 
 def test_the_cheat_sheet_is_two_pages_of_paper(reader):
@@ -332,6 +308,29 @@ def test_animations_play_without_a_kernel(reader, name):
     assert reader.trouble == []
 
 
+@each_page
+def test_a_page_fits_a_phone(phone, name):
+    page = phone.open(name)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    sticking_out = """all => all.filter(element => {
+        for (let box = element.parentElement; box; box = box.parentElement)
+            if (getComputedStyle(box).overflowX !== 'visible') return false;  // it scrolls within its own box
+        return element.getBoundingClientRect().right > innerWidth + 1;
+    }).map(element => element.outerHTML.slice(0, 120))"""
+    assert page.locator("article *:visible").evaluate_all(sticking_out) == []
+
+
+@each_lab
+def test_a_figure_on_a_phone_scrolls_rather_than_shrinks(phone, name):
+    figures = phone.open(name).locator("article figure:has(> img[width]):visible")
+    shrunk = """all => all.filter(figure => {
+        const image = figure.querySelector('img'), card = getComputedStyle(figure);
+        const least = Math.min(image.getAttribute('width'), 560) - 1;
+        return image.getBoundingClientRect().width < least || card.overflowX !== 'auto';
+    }).map(figure => figure.outerHTML.slice(0, 200))"""
+    assert figures.evaluate_all(shrunk) == []
+
+
 def grave(page, **options):
     """What axe finds in the article that is serious."""
     options = {"resultTypes": ["violations"], **options}
@@ -345,12 +344,31 @@ def grave(page, **options):
     ]
 
 
-@each_page
-def test_a_page_can_be_read_by_everybody(reader, name):
-    """All rules in the light; in the dark, those that colours can break."""
+def few_words(reader, name):
+    """The page with one word of each colour in its code: what axe has to read, and a browser to draw again in the dark."""
     page = reader.open(name)
     page.evaluate(FEWER_WORDS_AND_GLYPHS)
-    assert grave(page, rules=AXE) == []
+    return page
+
+
+@each_page
+def test_a_page_can_be_read_by_everybody(reader, name):
+    """All rules but those of colours."""
+    assert grave(few_words(reader, name), rules=AXE) == []
+
+
+@each_lab
+def test_reports_are_written_on_the_page_also_in_the_dark(reader, name):
+    shown = few_words(reader, name).locator("article .cell_output .text_html")
+    reader.dress("dark")
+    painted = """all => new Set(all.map(box => getComputedStyle(box).backgroundColor)).size == 1
+        && getComputedStyle(all[0]).backgroundColor == 'rgba(0, 0, 0, 0)'"""
+    assert shown.count() and shown.evaluate_all(painted)
+
+
+@each_page
+def test_colours_can_be_told_apart_in_the_light_and_in_the_dark(reader, name):
+    page = few_words(reader, name)
     looks = page.evaluate(ONE_TEXT_OF_EACH_LOOK)
     assert looks >= 5 and grave(page, runOnly=COLOURS) == []
     reader.dress("dark")
@@ -359,11 +377,9 @@ def test_a_page_can_be_read_by_everybody(reader, name):
 
 
 @pytest.mark.parametrize("name", ON_A_PHONE, scope="module")
-def test_a_page_can_be_read_by_everybody_on_a_phone_in_the_dark(reader, name):
-    reader.page.set_viewport_size(PHONE)
-    page = reader.open(name)
-    reader.dress("dark")
-    page.evaluate(FEWER_WORDS_AND_GLYPHS)
+def test_a_page_can_be_read_by_everybody_on_a_phone_in_the_dark(phone, name):
+    page = few_words(phone, name)
+    phone.dress("dark")
     assert grave(page, rules=AXE) == []
     assert page.evaluate(ONE_TEXT_OF_EACH_LOOK) >= 5 and grave(page, runOnly=COLOURS) == []
     page.goto("about:blank")
