@@ -224,6 +224,19 @@ def test_a_dry_run_answers_where_there_is_no_formula_and_only_there(question, na
     assert answer and all(("dry run" in line.note) is dry for line in answer)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("d_head", [2, 4])
+def test_the_smallest_heads_that_rope_turns(d_head, precision):
+    """Halves of one number: PyTorch takes another kernel for them, which keeps scores."""
+    model = replace(
+        GPT2, d_model=16, num_heads=16 // d_head, num_kv_heads=16 // d_head, d_head=d_head,
+        seq_len=16, vocab_size=8, positions="rope",
+    )  # fmt: skip
+    train = TrainConfig(micro_batch=1, global_batch=1, precision=precision, attention="sdpa")
+    found, dry = activations_both_ways(model, train, Mesh(), 0)
+    assert found == dry
+
+
 def activations_both_ways(*plan):
     """Bytes of activations by the formula, and in a dry run."""
     moments = rehearsal(*plan).history.only("activations").moments

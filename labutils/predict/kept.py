@@ -26,8 +26,16 @@ def why_dry(here: Here) -> str:
         "8 bits": train.fp8 is not None,
         "half copies": train.autocast and (mesh.size > 1 or train.attention in _PARTED),
         "a frozen weight needs no input": train.frozen,
+        "PyTorch's fused attention takes no halves of one number": _halves_of_one(here),
     }
     return next((reason for reason, so in reasons.items() if so), "")
+
+
+def _halves_of_one(here: Here) -> bool:
+    """Whether RoPE leaves heads of two numbers, whose scores PyTorch then keeps."""
+    return (
+        here.train.attention == "sdpa" and here.model.positions == "rope" and here.model.d_head == 2
+    )
 
 
 def _one_device(here: Here) -> bool:
