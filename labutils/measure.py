@@ -398,7 +398,7 @@ class Recorder(Mode):
         lines = {(name, name): Line(name, 0, component=name) for name in COMPONENTS}
         moments = []
         for i, (phase, event) in enumerate(self.events):
-            for (component, name), change in changes[i].items():
+            for (component, name), change in changes.get(i, {}).items():
                 before = lines.get((component, name))
                 amount = change + (before.amount if before else 0)
                 if amount or component == name:

@@ -33,11 +33,16 @@ _ASKED: dict[Any, type] = {
 _DEVICE = torch.ops.prim.device.default
 _VIEWS = {
     torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.alias.default,
     torch.ops.aten.detach.default,
     torch.ops.aten.expand.default,
+    torch.ops.aten.select.int,
     torch.ops.aten.slice.Tensor,
+    torch.ops.aten.squeeze.dim,
     torch.ops.aten.t.default,
     torch.ops.aten.transpose.int,
+    torch.ops.aten.unbind.int,
+    torch.ops.aten.unsqueeze.default,
     torch.ops.aten.view.default,
 }
 
@@ -123,6 +128,7 @@ class _Fake(FakeTensorMode):
         super().__init__()
         self.assume = assume
         self.known: dict[tuple, _Result | None] = {}  # by operation and kinds of its arguments
+        self.states: dict[torch.device, dict] = {}  # attributes of a new tensor
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # nothing is asked of torch.compile
@@ -134,7 +140,10 @@ class _Fake(FakeTensorMode):
         if func in _VIEWS and self._is_plain(args[0]):  # half of all; no need to ask the cache
             with in_kernel_invocation_manager(self):
                 view = func(*args, **(kwargs or {}))
-            return FakeTensor(self, view, args[0].fake_device)
+            device = args[0].fake_device
+            if isinstance(view, Tensor):
+                return self._fake(view, device)
+            return tuple(self._fake(each, device) for each in view)
         key = self._key(func, args, kwargs or {})  # what happens again is not worked out again
         if key is not None and (known := self.known.get(key)) is not None:
             return known(args)
@@ -184,6 +193,12 @@ class _Fake(FakeTensorMode):
             return lambda args: None
         if args and out is args[0]:
             return (lambda args: args[0]) if self._kind(args[:1]) == kinds[:1] else None
+        if isinstance(out, tuple):
+            parts = [self._learned(args, part, kinds) for part in out]
+            made = [x.untyped_storage()._cdata for x in out if isinstance(x, Tensor)]
+            known = [part for part in parts if part is not None]
+            whole = len(known) == len(parts) and len(set(made)) == len(made)
+            return (lambda args: tuple(part(args) for part in known)) if whole else None
         if not self._is_plain(out) or out.requires_grad or out.dtype.is_complex:
             return None
         kind = self._kind([out])[0]
@@ -194,9 +209,23 @@ class _Fake(FakeTensorMode):
         return (lambda args: self._made(*kind)) if same else None
 
     def _made(self, shape: Any, stride: Any, _: int, dtype: Any, device: Any) -> Tensor:
-        with in_kernel_invocation_manager(self):
+        with torch._C._DisableTorchDispatch():
             empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return FakeTensor(self, empty, device)
+        return self._fake(empty, device)
+
+    def _fake(self, meta: Tensor, device: torch.device) -> Tensor:
+        """FakeTensor(self, meta, device), whose other attributes are found once."""
+        if (state := self.states.get(device)) is None:
+            first = FakeTensor(self, meta, device)
+            self.states[device] = dict(vars(first))
+            return first
+        more = Tensor._make_subclass(
+            FakeTensor, meta, meta.requires_grad, dispatch_device=True,
+            device_for_backend_keys=device,
+        )  # fmt: skip
+        torch._C._set_throw_on_mutable_data_ptr(more)
+        vars(more).update(state)
+        return more
 
     def _is_plain(self, x: Any) -> bool:
         mine = isinstance(x, FakeTensor) and x.fake_mode is self and x.constant is None
