@@ -46,6 +46,12 @@ def _compare(logits, k, score, bias):
     return chosen, picked / picked.sum(1, keepdim=True)
 
 
+def _moves_the_bias(logits, k, score, bias):
+    """Its mean changes no choice."""
+    bias -= bias.mean()
+    return _choose(logits, k, score, bias)
+
+
 def _sampled(logits, k, score, bias):
     """Experts are drawn with their scores as chances."""
     scores = {"softmax": logits.softmax(1), "sigmoid": logits.sigmoid()}[score]
@@ -439,6 +445,7 @@ def _hunted(
 WRONG = {
     "expert_parallel/route": (
         Wrong("a bias on normalized scores", _compare, "the bias only chooses", "a division comes"),
+        Wrong("the bias in place", _moves_the_bias, "the bias only chooses", "leave it"),
         Wrong("drawn by chance", _sampled, "the best k", "the k highest"),
         Wrong("values first", _values_first, "the best k", "First the experts"),
         Wrong("experts choose tokens", _experts_choose, "the best k", "One row for each token"),

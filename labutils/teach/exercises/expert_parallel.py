@@ -45,11 +45,15 @@ def _routed(
     logits = _logits()
     case = f"{_T} tokens, {_E} experts, k={k}, {score}"
     try:
-        chosen, weights = map(torch.as_tensor, attempt(logits, k, score, bias))
+        given = bias.clone()
+        chosen, weights = map(torch.as_tensor, attempt(logits, k, score, given))
     except NotImplementedError:
         raise
     except (TypeError, ValueError) as error:
         raise Failed(f"{case}: {error}", "Return the chosen experts and their weights.") from None
+    if not torch.equal(given, bias):
+        kept = "The layer keeps this tensor from step to step: compute with it, and leave it."
+        raise Failed(f"{case}: after your call the bias is another one", kept)
     for name, got in (("chosen", chosen), ("weights", weights)):
         if got.shape != (_T, k):
             shape = f"{case}: {name} has shape {list(got.shape)}, not [{_T}, {k}]"
