@@ -110,7 +110,10 @@ sum(p.abs().sum().item() for p in zeros.adapters.parameters())
 
 # %%
 class Adapted(nn.Module):
-    """A frozen linear layer with an adapter: W·x + bias + (α/r)·B·A·x."""
+    """A frozen linear layer with an adapter: W·x + bias + (α/r)·B·A·x.
+
+    As any `nn.Linear`, it may come without a bias.
+    """
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float):
         super().__init__()
