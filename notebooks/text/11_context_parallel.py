@@ -75,7 +75,7 @@ list(quarters.tiles(rank=2, holder=1)), list(quarters.tiles(rank=2, holder=2))
 #
 # ### Exercise 11.1 · Pass the keys round (25 min, ●●○)
 #
-# Return output and lse of this rank's queries. Keep two sets of keys at most: the one that you compute with, and the one that is coming. Merge by `flash.merge(o1, lse1, o2, lse2)`; `whole` is the layout of all tokens, and `whole.tiles` is right for any.
+# Return output and lse of this rank's queries. Beside this rank's own keys, which the backward pass will need, keep two sets at most: the one that you compute with, and the one that is coming. Merge by `flash.merge(o1, lse1, o2, lse2)`; `whole` is the layout of all tokens, and `whole.tiles` is right for any.
 
 
 # %%

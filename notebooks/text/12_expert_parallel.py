@@ -3,7 +3,7 @@
 #
 # **A layer has many experts, and every token visits a few of them. If each rank holds only some experts, what travels, who waits for whom, and who averages which gradients?**
 #
-# *90 min, and 55 further · before this: labs 07, 08 and 09 · needs a laptop, no GPU and no network*
+# *95 min, and 55 further · before this: labs 07, 08 and 09 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -356,7 +356,7 @@ for words, how in {
 # **Part of the skew is there before training.** An untrained router sends its busiest expert twice the mean, since words repeat, and a word goes almost the same way every time: two experts drawn by lot for each *word* give 1.9, too.
 #   <!-- claim: claims.busiest_by_lot() == 1.9 -->
 #
-# **What the first steps add is a part that all rows share.** Four steps at this learning rate, 0.01, lift the busiest expert to 3.5 times the mean. Without the shared part it has 1.6 times, less than before training. At a tenth of the rate the skew rises later and less.
+# **What the first steps add is a part that all rows share.** Four steps at this learning rate, 0.01, lift the busiest expert to 3.5 times the mean. Where the router does not see the shared part it has 1.6 times, in the first step and in the fourth. At a tenth of the rate the skew rises later and less.
 #
 # **The shared part says which words are frequent.** A model first learns that some words follow more often, whatever came before. Its head has no bias (nor has Mixtral's), so all rows must carry this. Where the frequencies are given, or even, the rows need no such part, and the skew does not rise.
 #
