@@ -288,7 +288,8 @@ for count in (8192, 32_768):
 # The backward pass computes 2.5 times as much (lab 06), and a hop with sums carries 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop,
 # which brings the sums home, has nothing left to hide behind.
 #
-# All this assumes ranks alike, no latency, nothing else on the links.
+# All this assumes ranks alike, no latency, and nothing else on the links. A latency of 2 µs on NVLink asks for 824 tokens in place of 679, since a hop of so few takes 8 µs; 5 µs between nodes ask for less than 1 % more.
+#   <!-- claim: (lambda m, h: [round((2 * link.latency / a + (b / a) ** 2) ** 0.5 + b / a) for link in (h.inside, h.network) for a, b in [(4 * m.d_model / h.rate("attention"), 2 * m.num_kv_heads * m.d_head * 2 / link.bandwidth)]] + [round(1e6 * 679 * 2 * m.num_kv_heads * m.d_head * 2 / h.inside.bandwidth)])(config.ModelConfig.named("llama-3.1-8b"), config.Hardware.named("H100")) == [824, 6160, 8] -->
 
 # %% [markdown]
 # ## What must a rank be told about its tokens?
@@ -644,16 +645,18 @@ reveal("llama-405b/ring-over-ulysses", times=round(ring_sends / ulysses_sends, 2
 # waits. (What the ring pays is not counted: 16 small products in place of a large one, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks
 # that stay simple.
 #
+# The ring hides its messages, and its rivals could hide some: one group of heads can travel while another computes. With eight ranks of tp there is nothing to cut, as a rank has one key–value head, and under Ulysses one query head.
+#
 # Even without tp the ring waits less than Ulysses in this table, because its hops hide. Forward they hide down to 1,528 tokens per rank, and backward down to 1.2
 # times as many.
 #   <!-- claim: (lambda h: round(context_parallel.least_tokens(h.rate("attention"), h.network.bandwidth, groups=8 / 128)))(config.Hardware.named("H100")) == 1528 -->
 #
 # What if a rank has too few tokens for that? Take a step of one layer of Llama-3.1-8B on 4 and on 8 ranks, without tp. (Backward the first two hops carry keys and values alone,
-# since the sums start one rank behind.) Each wait over attention's computing:
+# since the sums start one rank behind.) "In halves" gives Ulysses an overlap, too: half of the queries travel while the other half computes. Each wait over attention's computing:
 
 # %%
 def waits_of(count, n):
-    """What a ring and Ulysses wait for, over what attention computes."""
+    """What the three wait for, over what attention computes."""
     long = dataclasses.replace(llama, seq_len=n * count)
     tile = context_parallel.layout(n * count, n).work(0) / n * 4 * long.d_model / rate
     hop = 2 * 2 * count * long.num_kv_heads * long.d_head / bw  # keys and values
@@ -661,17 +664,24 @@ def waits_of(count, n):
     ring = (n - 1) * max(0, hop - tile) + sum(max(0, x - 2.5 * tile) for x in back)
     ring += 2 * hop  # the sums come home
     heads = by_attention("ulysses", n, long).total / long.num_layers / bw
-    return ring / (3.5 * n * tile), heads / (3.5 * n * tile)
+    a, g = long.num_heads, max(n, long.num_kv_heads)
+    half = heads / 4 * a / 2 / (a + g)  # half of the queries, or of the outputs
+    keys = heads / 4 * 2 * g / (a + g)  # come first; their gradients leave last
+    cut = sum(
+        2 * half + keys + 2 * max(half, work / 2) - work
+        for work in (n * tile, 2.5 * n * tile)  # forward, backward
+    )
+    return [wait / (3.5 * n * tile) for wait in (ring, heads, cut)]
 
 
+print("ranks, tokens each    ring   Ulysses   in halves")
 for n in (4, 8):
     for count in (2048, 4096, 8192, 16384):
-        ring, heads = waits_of(count, n)
-        print(f"{n} ranks, {count:6} tokens each: ring {ring:.0%}, Ulysses {heads:.0%}")
+        print(f"{n:5}  {count:11}", *(f"{wait:9.0%}" for wait in waits_of(count, n)))
 
 # %% [markdown]
-# **So count the tokens of a rank, and the ranks.** With enough tokens to hide behind, a ring waits least. With far fewer, and without tp, Ulysses waits least if there
-# are many ranks: on 8 with 4,096 tokens or less, while on 4 the two wait alike with 2,048. An all-gather is for simple masks, where memory and wait do not hurt.
+# **So count the tokens of a rank, and the ranks.** With enough tokens to hide behind, a ring waits least. With fewer, and without tp, Ulysses waits least, and earlier if there
+# are many ranks: on 8 with 4,096 tokens, on 4 with 2,048 (in halves; as usual the two are alike there). An all-gather is for simple masks, where memory and wait do not hurt.
 #
 # `predict.time` counts a step of any mesh as if nothing overlapped (lab 10). It knows the ring, not the all-gather, but that sends the same bytes, and there nothing
 # does overlap. Does it give the table's wait? Both without the latency of 5 µs per message:
