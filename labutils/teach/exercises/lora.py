@@ -47,7 +47,7 @@ def _x(k: int = _K, rows: int = 3, dtype: torch.dtype = torch.float64) -> Tensor
 
 
 def _whole(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
-    """Whole numbers, whose products have no rounding: factors may be fp32 beside weights in fp64."""
+    """Whole numbers, whose products are not rounded: factors may be fp32 beside weights in fp64."""
     draw = torch.Generator().manual_seed(seed)
     return torch.randint(-4, 5, shape, generator=draw).to(dtype)
 
