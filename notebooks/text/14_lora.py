@@ -3,7 +3,7 @@
 #
 # **Fine-tuning 6.7 billion weights takes 108 GB, 16 bytes for each. What do you save, and what do you lose, if you freeze them all and train two thin matrices beside each weight matrix?**
 #
-# *90 min, and 25 further · before this: labs 03, 04 and 08 · needs a laptop, no GPU and no network*
+# *90 min, and 30 further · before this: labs 03, 04 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -110,10 +110,7 @@ sum(p.abs().sum().item() for p in zeros.adapters.parameters())
 
 # %%
 class Adapted(nn.Module):
-    """A frozen linear layer with an adapter: W·x + bias + (α/r)·B·A·x.
-
-    As any `nn.Linear`, it may come without a bias.
-    """
+    """A frozen linear layer with an adapter: W·x + (α/r)·B·A·x, + bias if it has one."""
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float):
         super().__init__()
@@ -351,7 +348,7 @@ title = "Recomputation makes it fit 24 GB: most of a step is activations"
 plots.memory_bars(**whole, capacity=card, title=title)
 
 # %% [markdown]
-# Now LoRA over bf16 takes 16.0 GB, and over NF4 7.0.
+# Now LoRA takes 16.0 GB over bf16, 7.0 over NF4.
 
 # %% [markdown]
 # ## Further: what does it cost in time?
@@ -502,7 +499,7 @@ for scores_8, scores_10 in scores.values():
     print("base 10:", *(f"{score:.0%}" for score in scores_10))
 
 # %% [markdown]
-# Both learn base 8, and both forget base 10. To go back, full fine-tuning needs a second copy of the model. LoRA does not: take the adapter out.
+# Both learn base 8 and forget base 10. To go back, full fine-tuning needs a second copy of the model. From LoRA, take the adapter out:
 
 # %%
 for model in tuned[4]:

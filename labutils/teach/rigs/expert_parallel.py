@@ -115,7 +115,7 @@ def train_router(
     rate: γ of a bias, with sigmoid scores; without it scores are a softmax, and there is none
     factor: c of the room that an expert has; without it no visit is dropped
     centered: takes from the rows that the router scores (and the experts do not get) their mean
-    given: adds the log of each word's frequency to the model's logits, as a bias that is not trained
+    given: adds the log of each word's frequency to the logits of the model, as a fixed bias
     """
     model = GPT(_MODEL, generator=torch.Generator().manual_seed(seed)).double()
     how: dict[str, Any] = {} if rate is None else dict(score="sigmoid", biased=True)
