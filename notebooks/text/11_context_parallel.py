@@ -288,7 +288,7 @@ for count in (8192, 32_768):
 # The backward pass computes 2.5 times as much (lab 06), and a hop with sums carries 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop,
 # which brings the sums home, has nothing left to hide behind.
 #
-# All this assumes ranks alike, no latency, and nothing else on the links. A latency of 2 µs on NVLink asks for 824 tokens in place of 679, since a hop of so few takes 8 µs; 5 µs between nodes ask for less than 1 % more.
+# All this assumes ranks alike, no latency, and nothing else on the links. A latency of 2 µs on NVLink asks for 824 tokens in place of 679, since a hop of so few takes 8 µs; 5 µs between nodes ask for 6,160 in place of 6,112.
 #   <!-- claim: (lambda m, h: [round((2 * link.latency / a + (b / a) ** 2) ** 0.5 + b / a) for link in (h.inside, h.network) for a, b in [(4 * m.d_model / h.rate("attention"), 2 * m.num_kv_heads * m.d_head * 2 / link.bandwidth)]] + [round(1e6 * 679 * 2 * m.num_kv_heads * m.d_head * 2 / h.inside.bandwidth)])(config.ModelConfig.named("llama-3.1-8b"), config.Hardware.named("H100")) == [824, 6160, 8] -->
 
 # %% [markdown]

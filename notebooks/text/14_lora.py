@@ -110,7 +110,7 @@ sum(p.abs().sum().item() for p in zeros.adapters.parameters())
 
 # %%
 class Adapted(nn.Module):
-    """A frozen linear layer with an adapter: W·x + (α/r)·B·A·x, + bias if it has one."""
+    """A frozen linear layer with an adapter: W·x (+ bias) + (α/r)·B·A·x."""
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float):
         super().__init__()

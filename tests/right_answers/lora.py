@@ -86,6 +86,10 @@ class _FullPrecision(_Plain):
         low = x.float() @ self.A.T @ self.B.T
         return self.linear(x) + (self.scale * low).to(x.dtype)
 
+    def unmerge(self):
+        assert self.merged, "nothing is merged"
+        super().unmerge()
+
 
 class _Mirrored(nn.Module):
     """The factors the other way round, A·Bᵀ with the zero one first; W + Δ is made to merge."""

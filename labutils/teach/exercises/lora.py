@@ -552,7 +552,7 @@ def _not_merged(attempt: Callable) -> str:
     layer, x, before = _mergeable(attempt)
     try:
         layer.unmerge()
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError, AssertionError):
         return "refused"
     except Exception as error:
         hint = "Nothing was merged, so nothing is to be taken out: return, or raise a clear error."
