@@ -564,7 +564,7 @@ reveal("ring/over-ulysses", times=ratio[8])
 
 # %% [markdown]
 # So on four ranks the ring sends less forward, but 1.6 times as much in a step. Ulysses has another advantage: it computes with one kernel over the whole sequence.
-# And it has two drawbacks: attention waits for the exchange, and there are no more ranks than heads.
+# And it has two drawbacks: as it is usually built, attention waits for the exchange, and there are no more ranks than heads.
 #
 # Is Ulysses right, too? After three steps of training the weights equal those of one device, and every byte that a step sends is in the formula:
 
@@ -681,7 +681,7 @@ for n in (4, 8):
 
 # %% [markdown]
 # **So count the tokens of a rank, and the ranks.** With enough tokens to hide behind, a ring waits least. With fewer, and without tp, Ulysses waits least, and earlier if there
-# are many ranks: on 8 with 4,096 tokens, on 4 with 2,048 (in halves; as usual the two are alike there). An all-gather is for simple masks, where memory and wait do not hurt.
+# are many ranks: on 8 with 4,096 tokens, on 4 with 2,048 (in halves; in one piece the two are alike there). An all-gather keeps masks simple, where its memory and its wait do not hurt.
 #
 # `predict.time` counts a step of any mesh as if nothing overlapped (lab 10). It knows the ring, not the all-gather, but that sends the same bytes, and there nothing
 # does overlap. Does it give the table's wait? Both without the latency of 5 µs per message:
