@@ -340,6 +340,11 @@ WRONG = {
         Wrong("once for all layers", lambda linears, rank, itemsize: (
             rank * (linears[0].in_features + linears[0].out_features),
             _count()(linears, rank, itemsize)[1]), "numbers trained", "for each layer"),
+        Wrong("bytes first", lambda linears, rank, itemsize: _count()(
+            linears, rank, itemsize)[::-1], "numbers trained", "the trained numbers first"),
+        Wrong("counters of steps", lambda linears, rank, itemsize: (
+            _count()(linears, rank, itemsize)[0],
+            _count()(linears, rank, itemsize)[1] + 8 * len(linears)), "bytes held", "counters"),
         Wrong("as words", lambda linears, rank, itemsize: tuple(
             f"{n} numbers" for n in _count()(linears, rank, itemsize)), "numbers trained", ""),
         Wrong("in numbers", lambda linears, rank, itemsize: (

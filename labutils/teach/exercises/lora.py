@@ -329,7 +329,7 @@ def _same(got: Any, right: int) -> bool:
 
 def _counted(attempt: Callable) -> str:
     for case in _LAYERS:
-        linears, (right, _), (got, _), said = _answer(attempt, case)
+        linears, (right, nbytes), (got, _), said = _answer(attempt, case)
         if _same(got, right):
             continue
         rank = _LAYERS[case][1]
@@ -346,6 +346,7 @@ def _counted(attempt: Callable) -> str:
             2 * (right - inputs): "A has r·k numbers, k inputs, and B has d·r, d outputs.",
             right + rank * biases: "A bias has no adapter: A and B are beside W alone.",
             right + whole: "W is frozen: it counts as held, and not as trained.",
+            nbytes: "These are the bytes: return the trained numbers first.",
         }
         hint = usually.get(got, "A has r·k numbers and B has d·r, for each layer.")
         raise Failed(f"{said}: you count {got!r}, trained are {right:,}", hint)
@@ -361,6 +362,7 @@ def _held(attempt: Callable) -> str:
         frozen = sum(p.numel() for each in linears for p in each.parameters())
         biases = sum(p.bias.numel() for p in linears if p.bias is not None)
         usually = {
+            right + 8 * len(linears): "AdamW's counters, 4 bytes for A and for B, do not count.",
             right + 4 * trained: "Adapters are fp32 already: they have no master copy.",
             right - 2 * trained: "Adapters, their gradients and their moments are all fp32.",
             right - 4 * trained: "Weights, gradients and two moments are four numbers, not three.",
