@@ -639,7 +639,7 @@ reveal("llama-405b/ring-over-ulysses", times=round(ring_sends / ulysses_sends, 2
 # **With eight ranks of tensor parallelism all three send the same here.** Ring and all-gather send an eighth of what they sent, since a rank has one key–value head in
 # place of eight. Ulysses gains less. Its 16 ranks need 16 key–value heads, so the only one is copied 16 times.
 #
-# (The bytes are equal because a rank has as many query heads as cp has ranks, 16. On fewer ranks of cp the ring sends less than Ulysses.)
+# (The bytes are equal because a rank has as many query heads as cp has ranks, 16. On fewer ranks of cp the ring sends less than Ulysses. And with sums in bf16, ring and all-gather send a quarter less.)
 #
 # **The waits are not the same.** All-gather and Ulysses wait a fifth of the time that attention computes, or a tenth of what the whole layer does. The ring hardly
 # waits. (What the ring pays is not counted: 16 small products in place of a large one, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks
@@ -824,7 +824,7 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # > - Ulysses trades tokens for heads, and has no more ranks than heads. On 8 ranks of Llama-3.1-8B a ring sends 1.6 times as much forward and 3.2 times as much in a training step, with fp32 sums of gradients. But with enough tokens per rank the ring hides all but its last hop.
 # >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(name=name).total for way, name in (("ring", "ring forward"), ("ulysses", "all_to_all forward")))) == 1.6 -->
 # >   <!-- claim: round((lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(axis="cp").total for way in ("ring", "ulysses"))), 1) == 3.2 -->
-# > - Tensor parallelism shares out the heads first, and takes away what Ulysses gains. With Llama-3.1-405B's 16 ranks of cp times 8 of tp, ring, Ulysses and an all-gather of keys send the same in a step; on fewer ranks of cp the ring sends less.
+# > - Tensor parallelism shares out the heads first, and takes away what Ulysses gains. With Llama-3.1-405B's 16 ranks of cp times 8 of tp, ring, Ulysses and an all-gather of keys send the same in a step, if gradients are summed in fp32; on fewer ranks of cp the ring sends less.
 # >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-405b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=16, tp=8)).only(axis="cp").total for way in ("ring", "ulysses"))) == 1 -->
 #
 # Next: [lab 12](12_expert_parallel.ipynb) shares out the experts of a layer.
