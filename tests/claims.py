@@ -437,8 +437,8 @@ def small_steps_are_a_large_one(k: int = 32) -> float:
 
 def busiest_experts() -> tuple[float, ...]:
     """Visits of the busiest expert over the mean, at the end of recorded runs: left alone, with
-    equally frequent words, and with a balance loss."""
-    ways = ("nothing", "words equally frequent", "α = 0.1")
+    equally frequent words, without what all rows share, and with a balance loss."""
+    ways = ("nothing", "words equally frequent", "rows centered", "α = 0.1")
     found = [rigs.expert_parallel.ends(way, "busiest") for way in ways]
     return tuple(round(sum(each) / len(each), 1) for each in found)
 

@@ -401,7 +401,8 @@ def test_the_record_of_routers_is_made_of_these_very_steps():
     assert record["runs"].keys() == rig.WAYS.keys()
     assert {len(runs) for runs in record["runs"].values()} == {8}
     assert record["made"].startswith("python tools/expert_routing.py; torch ")
-    for way in ("dropping, α = 0.1", "a bias"):
+    some = ("nothing", "rows centered", "frequencies given", "dropping, α = 0.1", "a bias")
+    for way in some:
         run = ranks(1, 1).run(rig.train_router, 1, steps=10, **rig.WAYS[way])[0]
         assert (run.asked.sum(1) == 8 * 32 * 2).all()
         assert [sum(row) for row in run.visits(4)] == [128] * 4

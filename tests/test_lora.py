@@ -788,18 +788,21 @@ def test_what_is_added_to_a_weight_is_rounded_once():
     assert not torch.equal(exact, weight + delta.to(torch.bfloat16))
 
 
-def test_the_first_step_moves_a_weight_by_the_root_of_the_rank():
+def test_the_first_step_moves_a_weight_by_the_root_of_the_rank_and_the_loss_by_the_rank():
     """Adam moves every number of B by the rate; the rows of A are drawn, so what they add up to
-    grows as √r, not as r."""
+    grows as √r, and its part along the gradient as r."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    moved = {}
+    moved, lowered = {}, {}
     for rank in (1, 4, 16):
         draw = torch.Generator().manual_seed(1)
         layer = lora.wrap(nn.Linear(256, 256), rank=rank, alpha=rank, generator=draw)
         adapter = layer.adapters["default"]
-        optimizer = torch.optim.Adam(adapter.parameters(), lr=1e-3)
-        layer(x).square().mean().backward()
+        optimizer = torch.optim.Adam(adapter.parameters(), lr=1e-5)
+        loss = layer(x).square().mean()
+        loss.backward()
         optimizer.step()
         moved[rank] = adapter.delta().norm().item()
-    assert moved[4] / moved[1] == pytest.approx(2, rel=0.15)
-    assert moved[16] / moved[1] == pytest.approx(4, rel=0.15)
+        lowered[rank] = (loss - layer(x).square().mean()).item()
+    for n in (4, 16):
+        assert moved[n] / moved[1] == pytest.approx(n**0.5, rel=0.15)
+        assert lowered[n] / lowered[1] == pytest.approx(n, rel=0.15)

@@ -33,3 +33,10 @@ def test_an_all_reduce_that_is_no_ring_passes_and_is_told_so():
     told = {name: str(check.check("collectives/ring-all-reduce", answers[name])) for name in answers}
     assert "no ring: a rank sends to 7 others" in told.pop("no ring")
     assert not any("no ring" in each for name, each in told.items() if name != "two halves")
+
+
+def test_keys_that_go_to_every_rank_pass_and_are_told_that_this_is_no_ring():
+    exercise = "context_parallel/ring"
+    answers = RIGHT[exercise]
+    said = {name: "no ring" in str(check.check(exercise, answers[name])) for name in answers}
+    assert [name for name, is_told in said.items() if is_told] == ["each to each"]

@@ -3,7 +3,7 @@
 #
 # **A sequence of 131,072 tokens does not fit on one device. Ranks can share out its tokens, but in attention every token meets all that came before it. How do they meet without being in one place?**
 #
-# *85 min, and 45 further · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
+# *90 min, and 50 further · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -75,7 +75,7 @@ list(quarters.tiles(rank=2, holder=1)), list(quarters.tiles(rank=2, holder=2))
 #
 # ### Exercise 11.1 · Pass the keys round (25 min, ●●○)
 #
-# Return output and lse of this rank's queries. Keep two sets of keys at most: the one that you compute with, and the one that is coming. Merge by `flash.merge(o1, lse1, o2, lse2)`; `whole` is the layout of all tokens, and `whole.tiles` is right for any.
+# Return output and lse of this rank's queries. Beside this rank's own keys, which the backward pass will need, keep two sets at most: the one that you compute with, and the one that is coming. Merge by `flash.merge(o1, lse1, o2, lse2)`; `whole` is the layout of all tokens, and `whole.tiles` is right for any.
 
 
 # %%
@@ -288,7 +288,8 @@ for count in (8192, 32_768):
 # The backward pass computes 2.5 times as much (lab 06), and a hop with sums carries 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop,
 # which brings the sums home, has nothing left to hide behind.
 #
-# All this assumes ranks alike, no latency, nothing else on the links.
+# All this assumes ranks alike, no latency, and nothing else on the links. A latency of 2 µs on NVLink asks for 824 tokens in place of 679, since a hop of so few takes 8 µs; 5 µs between nodes ask for 6,160 in place of 6,112.
+#   <!-- claim: (lambda m, h: [round((2 * link.latency / a + (b / a) ** 2) ** 0.5 + b / a) for link in (h.inside, h.network) for a, b in [(4 * m.d_model / h.rate("attention"), 2 * m.num_kv_heads * m.d_head * 2 / link.bandwidth)]] + [round(1e6 * 679 * 2 * m.num_kv_heads * m.d_head * 2 / h.inside.bandwidth)])(config.ModelConfig.named("llama-3.1-8b"), config.Hardware.named("H100")) == [824, 6160, 8] -->
 
 # %% [markdown]
 # ## What must a rank be told about its tokens?
@@ -563,7 +564,7 @@ reveal("ring/over-ulysses", times=ratio[8])
 
 # %% [markdown]
 # So on four ranks the ring sends less forward, but 1.6 times as much in a step. Ulysses has another advantage: it computes with one kernel over the whole sequence.
-# And it has two drawbacks: attention waits for the exchange, and there are no more ranks than heads.
+# And it has two drawbacks: as it is usually built, attention waits for the exchange, and there are no more ranks than heads.
 #
 # Is Ulysses right, too? After three steps of training the weights equal those of one device, and every byte that a step sends is in the formula:
 
@@ -638,22 +639,24 @@ reveal("llama-405b/ring-over-ulysses", times=round(ring_sends / ulysses_sends, 2
 # **With eight ranks of tensor parallelism all three send the same here.** Ring and all-gather send an eighth of what they sent, since a rank has one key–value head in
 # place of eight. Ulysses gains less. Its 16 ranks need 16 key–value heads, so the only one is copied 16 times.
 #
-# (The bytes are equal because a rank has as many query heads as cp has ranks, 16. On fewer ranks of cp the ring sends less than Ulysses.)
+# (The bytes are equal because a rank has as many query heads as cp has ranks, 16. On fewer ranks of cp the ring sends less than Ulysses. And with sums in bf16, ring and all-gather send a quarter less.)
 #
 # **The waits are not the same.** All-gather and Ulysses wait a fifth of the time that attention computes, or a tenth of what the whole layer does. The ring hardly
 # waits. (What the ring pays is not counted: 16 small products in place of a large one, and as many merges.) Llama 3's authors took the wait, and 200 MB, for masks
 # that stay simple.
+#
+# The ring hides its messages, and its rivals could hide some: one group of heads can travel while another computes. With eight ranks of tp there is nothing to cut, as a rank has one key–value head, and under Ulysses one query head.
 #
 # Even without tp the ring waits less than Ulysses in this table, because its hops hide. Forward they hide down to 1,528 tokens per rank, and backward down to 1.2
 # times as many.
 #   <!-- claim: (lambda h: round(context_parallel.least_tokens(h.rate("attention"), h.network.bandwidth, groups=8 / 128)))(config.Hardware.named("H100")) == 1528 -->
 #
 # What if a rank has too few tokens for that? Take a step of one layer of Llama-3.1-8B on 4 and on 8 ranks, without tp. (Backward the first two hops carry keys and values alone,
-# since the sums start one rank behind.) Each wait over attention's computing:
+# since the sums start one rank behind.) "In halves" gives Ulysses an overlap, too: half of the queries travel while the other half computes. Each wait over attention's computing:
 
 # %%
 def waits_of(count, n):
-    """What a ring and Ulysses wait for, over what attention computes."""
+    """What the three wait for, over what attention computes."""
     long = dataclasses.replace(llama, seq_len=n * count)
     tile = context_parallel.layout(n * count, n).work(0) / n * 4 * long.d_model / rate
     hop = 2 * 2 * count * long.num_kv_heads * long.d_head / bw  # keys and values
@@ -661,17 +664,24 @@ def waits_of(count, n):
     ring = (n - 1) * max(0, hop - tile) + sum(max(0, x - 2.5 * tile) for x in back)
     ring += 2 * hop  # the sums come home
     heads = by_attention("ulysses", n, long).total / long.num_layers / bw
-    return ring / (3.5 * n * tile), heads / (3.5 * n * tile)
+    a, g = long.num_heads, max(n, long.num_kv_heads)
+    half = heads / 4 * a / 2 / (a + g)  # half of the queries, or of the outputs
+    keys = heads / 4 * 2 * g / (a + g)  # come first; their gradients leave last
+    cut = sum(
+        2 * half + keys + 2 * max(half, work / 2) - work
+        for work in (n * tile, 2.5 * n * tile)  # forward, backward
+    )
+    return [wait / (3.5 * n * tile) for wait in (ring, heads, cut)]
 
 
+print("ranks, tokens each    ring   Ulysses   in halves")
 for n in (4, 8):
     for count in (2048, 4096, 8192, 16384):
-        ring, heads = waits_of(count, n)
-        print(f"{n} ranks, {count:6} tokens each: ring {ring:.0%}, Ulysses {heads:.0%}")
+        print(f"{n:5}  {count:11}", *(f"{wait:9.0%}" for wait in waits_of(count, n)))
 
 # %% [markdown]
-# **So count the tokens of a rank, and the ranks.** With enough tokens to hide behind, a ring waits least. With far fewer, and without tp, Ulysses waits least if there
-# are many ranks: on 8 with 4,096 tokens or less, while on 4 the two wait alike with 2,048. An all-gather is for simple masks, where memory and wait do not hurt.
+# **So count the tokens of a rank, and the ranks.** With enough tokens to hide behind, a ring waits least. With fewer, and without tp, Ulysses waits least, and earlier if there
+# are many ranks: on 8 with 4,096 tokens, on 4 with 2,048 (in halves; in one piece the two are alike there). An all-gather keeps masks simple, where its memory and its wait do not hurt.
 #
 # `predict.time` counts a step of any mesh as if nothing overlapped (lab 10). It knows the ring, not the all-gather, but that sends the same bytes, and there nothing
 # does overlap. Does it give the table's wait? Both without the latency of 5 µs per message:
@@ -814,7 +824,7 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # > - Ulysses trades tokens for heads, and has no more ranks than heads. On 8 ranks of Llama-3.1-8B a ring sends 1.6 times as much forward and 3.2 times as much in a training step, with fp32 sums of gradients. But with enough tokens per rank the ring hides all but its last hop.
 # >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(name=name).total for way, name in (("ring", "ring forward"), ("ulysses", "all_to_all forward")))) == 1.6 -->
 # >   <!-- claim: round((lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(axis="cp").total for way in ("ring", "ulysses"))), 1) == 3.2 -->
-# > - Tensor parallelism shares out the heads first, and takes away what Ulysses gains. With Llama-3.1-405B's 16 ranks of cp times 8 of tp, ring, Ulysses and an all-gather of keys send the same in a step; on fewer ranks of cp the ring sends less.
+# > - Tensor parallelism shares out the heads first, and takes away what Ulysses gains. With Llama-3.1-405B's 16 ranks of cp times 8 of tp, ring, Ulysses and an all-gather of keys send the same in a step, if gradients are summed in fp32; on fewer ranks of cp the ring sends less.
 # >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-405b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=16, tp=8)).only(axis="cp").total for way in ("ring", "ulysses"))) == 1 -->
 #
 # Next: [lab 12](12_expert_parallel.ipynb) shares out the experts of a layer.

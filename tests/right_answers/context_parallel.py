@@ -123,6 +123,25 @@ def _other_way(q, k, v, whole, comm, attend):
     return out, lse
 
 
+def _each_to_each(q, k, v, whole, comm, attend):
+    """Own keys go to one rank after the other: as many bytes, over longer ways."""
+    n, i = comm.size, comm.rank
+    mine = here = torch.stack([k, v])
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -math.inf, dtype=q.dtype)
+    for step in range(n):
+        works = []
+        if step < n - 1:
+            works.append(comm.isend(mine, (i + step + 1) % n))
+            works.append(comm.irecv(torch.empty_like(mine), (i - step - 1) % n))
+        for t in whole.tiles(i, (i - step) % n):
+            pair = attend(q[:, :, t.rows], *here[:, :, :, t.columns], t.offset)
+            both = flash.merge(out[:, :, t.rows], lse[:, :, t.rows], *pair)
+            out[:, :, t.rows], lse[:, :, t.rows] = both
+        came = [work.wait() for work in works]
+        here = came[-1] if came else here
+    return out, lse
+
+
 def _by_query(q, k, v, whole, comm, attend):
     """What each query has so far; no zeros and no −inf to begin with."""
     n, i, g = comm.size, comm.rank, k.shape[1]
@@ -343,6 +362,7 @@ RIGHT = {
         "two buffers": _two_buffers,
         "the other way": _other_way,
         "query by query": _by_query,
+        "each to each": _each_to_each,
         "large offsets": _everything_seen,
     },
     "context_parallel/heads": {

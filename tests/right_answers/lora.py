@@ -77,6 +77,20 @@ class _Cast(_Plain):
         return self.linear(x) + F.linear(F.linear(x, A), self.scale * B)
 
 
+class _FullPrecision(_Plain):
+    """Factors in fp32 beside weights of any precision; what they give is rounded last."""
+
+    def forward(self, x):
+        if self.merged:
+            return self.linear(x)
+        low = x.float() @ self.A.T @ self.B.T
+        return self.linear(x) + (self.scale * low).to(x.dtype)
+
+    def unmerge(self):
+        assert self.merged, "nothing is merged"
+        super().unmerge()
+
+
 class _Mirrored(nn.Module):
     """The factors the other way round, A·Bᵀ with the zero one first; W + Δ is made to merge."""
 
@@ -106,7 +120,7 @@ class _Buffers(nn.Module):
     def __init__(self, linear, rank, alpha):
         super().__init__()
         self.register_buffer("weight", linear.weight.detach().clone())
-        self.register_buffer("bias", linear.bias.detach().clone())
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
         self.low = nn.ParameterList([torch.randn(rank, linear.in_features) / 8])
         self.low.append(torch.zeros(linear.out_features, rank))
         self.alpha, self.delta = alpha, None
@@ -182,6 +196,7 @@ _LAYERS = {
     "the sum written out, mirrored": _Mirrored,
     "buffers": _Buffers,
     "cast to the dtype of x": _Cast,
+    "factors in fp32": _FullPrecision,
     "one product for both": _OneProduct,
 }
 RIGHT = {

@@ -117,6 +117,32 @@ def _plain_exponentials(q, k, v, whole, comm, attend):
     return summed / weight[..., None], weight.log()
 
 
+def _into_its_own(q, k, v, whole, comm, attend):
+    """Two buffers take turns, and this rank's keys are one of them."""
+    n, i = comm.size, comm.rank
+    sets = [(k, v), (torch.empty_like(k), torch.empty_like(v))]
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf, dtype=q.dtype)
+    for step in range(n):
+        here, other = sets[step % 2], sets[1 - step % 2]
+        works = []
+        if step < n - 1:
+            works += [comm.isend(x.contiguous(), (i + 1) % n) for x in here]
+            works += [comm.irecv(x, (i - 1) % n) for x in other]
+        for t in whole.tiles(i, (i - step) % n):
+            cut = q[:, :, t.rows], *(x[:, :, t.columns] for x in here)
+            pair = attend(*cut, t.offset)
+            both = flash.merge(out[:, :, t.rows], lse[:, :, t.rows], *pair)
+            out[:, :, t.rows], lse[:, :, t.rows] = both
+        [work.wait() for work in works]
+    return out, lse
+
+
+def _over_the_queries(q, k, v, whole, comm, attend):
+    """Outputs are as large as queries: no new tensor for them."""
+    out, lse = _ring(q, k, v, whole, comm, attend)
+    return q.copy_(out), lse
+
+
 def _recursive(q, k, v, whole, comm, attend, step=0, so_far=None):
     """Each call calls the next, and all keep their keys until the last returns."""
     n, i = comm.size, comm.rank
@@ -299,6 +325,14 @@ def _broadcasts(x, whole, comm):
     """Each rank tells all it has to everybody."""
     shares = [comm.broadcast(x.contiguous(), rank) for rank in range(comm.size)]
     return whole.join([share.chunk(comm.size, 1)[comm.rank] for share in shares], 2)
+
+
+def _reused(x, whole, comm):
+    """x is of no use any more, so its memory takes what comes."""
+    rows = x.unflatten(1, (comm.size, -1)).movedim(1, 0).contiguous()
+    came = comm.all_to_all(rows)
+    x.copy_(came.movedim(0, 1).flatten(1, 2))
+    return whole.join(list(x.unflatten(1, (comm.size, -1)).unbind(1)), 2)
 
 
 # ── bug hunt ─────────────────────────────────────────────────────────────────────────────────────
@@ -493,6 +527,8 @@ WRONG = {
               functools.partial(_ring, merge=_larger_lse), "contiguous", "merged lse"),
         Wrong("values for keys", _values_for_keys, "contiguous", "every tile"),
         Wrong("received over what is sent", _over_itself, "contiguous", "still reads"),
+        Wrong("received into its own keys", _into_its_own, "contiguous", "into tensors of your own"),
+        Wrong("outputs over queries", _over_the_queries, "contiguous", "this rank's own"),
         Wrong("plain exponentials", _plain_exponentials, "contiguous", "overflows"),
         Wrong("recursive", _recursive, "bytes sent", "are two sets"),
         Wrong(
@@ -516,6 +552,7 @@ WRONG = {
         Wrong("joined by heads", _joined_by_heads, "contiguous", "and the dim of tokens"),
         Wrong("the last rank's heads first", _last_rank_first, "contiguous", "another rank's"),
         Wrong("interleaved", _interleaved, "contiguous", "wrong places"),
+        Wrong("x reused", _reused, "contiguous", "a tensor of your own"),
         Wrong("broadcasts", _broadcasts, "bytes sent", "thrown away"),
         Wrong(
             "gathered, then cut",

@@ -46,6 +46,12 @@ def _compare(logits, k, score, bias):
     return chosen, picked / picked.sum(1, keepdim=True)
 
 
+def _moves_the_bias(logits, k, score, bias):
+    """Its mean changes no choice."""
+    bias -= bias.mean()
+    return _choose(logits, k, score, bias)
+
+
 def _sampled(logits, k, score, bias):
     """Experts are drawn with their scores as chances."""
     scores = {"softmax": logits.softmax(1), "sigmoid": logits.sigmoid()}[score]
@@ -386,6 +392,32 @@ def _a_trip_for_each_choice(x, chosen, weights, experts, comm):
     return sum(_whole_trip(x, c, w, experts, comm) for c, w in each)
 
 
+def _skips_the_idle(x, chosen, weights, experts, comm):
+    """Experts without rows are passed over; what is left may be nothing."""
+    k, mine = chosen.shape[1], len(experts)
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=comm.size * mine)
+    came = comm.all_to_all(counts)
+    there, back = (side.view(-1, mine).sum(1).tolist() for side in (counts, came))
+    parts = comm.all_to_all(x[order // k], there, back).split(came.tolist())
+    done = torch.cat([experts[i % mine](part) for i, part in enumerate(parts) if len(part)])
+    home = comm.all_to_all(done, back, there) * weights.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, order // k, home)
+
+
+def _leaves_early(x, chosen, weights, experts, comm):
+    """A rank to which nobody comes has nothing to do; its own tokens wait elsewhere."""
+    counts = torch.bincount(chosen.flatten(), minlength=comm.size * len(experts))
+    if not comm.all_to_all(counts).any():
+        return torch.zeros_like(x)
+    return _whole_trip(x, chosen, weights, experts, comm)
+
+
+def _into_x(x, chosen, weights, experts, comm):
+    """No memory for another tensor."""
+    return x.copy_(_whole_trip(x, chosen, weights, experts, comm))
+
+
 def _in_single(x, chosen, weights, experts, comm):
     return _whole_trip(x.float(), chosen, weights.float(), experts, comm).double()
 
@@ -413,6 +445,7 @@ def _hunted(
 WRONG = {
     "expert_parallel/route": (
         Wrong("a bias on normalized scores", _compare, "the bias only chooses", "a division comes"),
+        Wrong("the bias in place", _moves_the_bias, "the bias only chooses", "leave it"),
         Wrong("drawn by chance", _sampled, "the best k", "the k highest"),
         Wrong("values first", _values_first, "the best k", "First the experts"),
         Wrong("experts choose tokens", _experts_choose, "the best k", "One row for each token"),
@@ -497,6 +530,9 @@ WRONG = {
               "one rank", "weights or places"),
         Wrong("a softmax of weights", _other_weights(lambda w: w.softmax(-1)),
               "one rank", "weights or places"),
+        Wrong("idle experts passed over", _skips_the_idle, "an idle rank", "non-empty list"),
+        Wrong("an idle rank leaves", _leaves_early, "an idle rank", "equally often"),
+        Wrong("into x", _into_x, "one rank", "tensors of your own"),
         Wrong("room for everybody", _trip("padded"), "bytes sent", "padded"),
     ),
     "expert_parallel/bug-hunt": (

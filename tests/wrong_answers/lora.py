@@ -144,12 +144,7 @@ class _KeptAtTheStart(_Slips):
 
     def __init__(self, linear, rank, alpha):
         super().__init__(linear, rank, alpha)
-        self.at_first = None
-
-    def _apply(self, fn, recurse=True):  # to() another dtype: still the first one
-        made = super()._apply(fn, recurse)
-        made.at_first = made.linear.weight.detach().clone()
-        return made
+        self.at_first = linear.weight.detach().clone()
 
     @torch.no_grad()
     def merge(self):
@@ -162,6 +157,74 @@ class _KeptAtTheStart(_Slips):
         if self.merged:
             self.linear.weight.copy_(self.at_first)
             self.merged = False
+
+
+class _ForgetsTheBias(_Slips):
+    """Written out, with a bias that may be None."""
+
+    def __init__(self, linear, rank, alpha):
+        nn.Module.__init__(self)
+        self.linear, self.scale = linear.requires_grad_(False), alpha / rank
+        self.A = nn.Parameter(torch.randn(rank, linear.in_features))
+        self.B = nn.Parameter(torch.zeros(linear.out_features, rank))
+
+    def forward(self, x):
+        low = x @ self.A.T @ self.B.T
+        return x @ self.linear.weight.T + self.linear.bias + self.scale * low
+
+
+class _FullPrecision(_ForgetsTheBias):
+    """Factors in fp32, and so what they give."""
+
+    def forward(self, x):
+        return self.linear(x) + self.scale * (x.float() @ self.A.T @ self.B.T)
+
+
+class _KeepsFirst(_Slips):
+    """Keeps the weight, and then looks whether it is merged."""
+
+    @torch.no_grad()
+    def merge(self):
+        self.original = self.linear.weight.clone()
+        if not self.merged:
+            self.linear.weight += self.scale * self.B @ self.A
+        self.merged = True
+
+    def unmerge(self):
+        if self.merged:
+            super().unmerge()
+
+
+class _RefusesLate(_KeepsFirst):
+    """As the last, with an error."""
+
+    def merge(self):
+        again = self.merged
+        super().merge()
+        if again:
+            raise RuntimeError("it is merged already")
+
+
+class _BackAgain(_Slips):
+    """What was kept once is put back whenever one asks."""
+
+    def unmerge(self):
+        if self.original is not None:
+            super().unmerge()
+
+
+class _Toggles(_Slips):
+    """A second merge() takes the first one back."""
+
+    def merge(self):
+        if self.merged:
+            self.unmerge()
+        else:
+            super().merge()
+
+    def unmerge(self):
+        if self.merged:
+            super().unmerge()
 
 
 class _NeverAsked(_Slips):
@@ -260,6 +323,8 @@ WRONG = {
         Wrong("W + B·A made whole", _Whole, "thin", "first A·x"),
         Wrong("B·A made whole", _WholeUpdate, "thin", "first A·x"),
         Wrong("no bias", _NoBias, "it begins as the layer", "bias"),
+        Wrong("always a bias", _ForgetsTheBias, "no bias", "linear.bias is None"),
+        Wrong("an output in fp32", _FullPrecision, "in bf16", "dtype of x"),
     ),
     "lora/held": (
         Wrong("the bias counts", _count(bias=True), "numbers trained", "frozen with its layer"),
@@ -275,6 +340,11 @@ WRONG = {
         Wrong("once for all layers", lambda linears, rank, itemsize: (
             rank * (linears[0].in_features + linears[0].out_features),
             _count()(linears, rank, itemsize)[1]), "numbers trained", "for each layer"),
+        Wrong("bytes first", lambda linears, rank, itemsize: _count()(
+            linears, rank, itemsize)[::-1], "numbers trained", "the trained numbers first"),
+        Wrong("counters of steps", lambda linears, rank, itemsize: (
+            _count()(linears, rank, itemsize)[0],
+            _count()(linears, rank, itemsize)[1] + 8 * len(linears)), "bytes held", "counters"),
         Wrong("as words", lambda linears, rank, itemsize: tuple(
             f"{n} numbers" for n in _count()(linears, rank, itemsize)), "numbers trained", ""),
         Wrong("in numbers", lambda linears, rank, itemsize: (
@@ -296,6 +366,10 @@ WRONG = {
         Wrong("kept at the start", _KeptAtTheStart, "weights loaded later", "of that moment"),
         Wrong("the first update", _OldUpdate, "trained in between", "when it is merged"),
         Wrong("frozen after", _FrozenAfter, "trained as before", "to train on"),
+        Wrong("keeps, then looks", _KeepsFirst, "twice, and back", "as if it were W"),
+        Wrong("keeps, then refuses", _RefusesLate, "twice, and back", "as if it were W"),
+        Wrong("back again", _BackAgain, "twice, and back", "of no use any more"),
+        Wrong("there and back", _Toggles, "twice, and back", "it stays merged"),
         Wrong("unmerge first", _NeverAsked, "unmerged without a merge", "Nothing was merged"),
         Wrong("B zeroed", _ZeroedB, "unmerged, the same bits", ""),
         Wrong("the bias lost", _LosesTheBias, "merged, the same values", ""),

@@ -27,8 +27,8 @@ class Adapter(nn.Module):
     def __init__(self, linear, rank, alpha):
         super().__init__()
         self.linear, self.scale = linear, self.factor(alpha, rank)
-        for name in self.frozen:
-            getattr(linear, name).requires_grad_(False)
+        for name, parameter in linear.named_parameters():
+            parameter.requires_grad_(name not in self.frozen)
         a, b = (
             linear.weight.new_zeros(rank, linear.in_features),
             linear.weight.new_zeros(linear.out_features, rank),

@@ -52,7 +52,13 @@ class _Seen:
         )
         results = _ranks.run(n, self.case, functools.partial(self._program, attempt), circle)
         self.out, self.lse, *told = zip(*results, strict=True)
-        self.pairs, self.hidden, self.held, self.open = told
+        self.pairs, self.hidden, self.held, self.open, same = told
+        if not all(same):
+            raise Failed(
+                f"{self.case}: on rank {same.index(False)} q, k or v is changed after your call",
+                "The backward pass needs this rank's own: receive into tensors of your own, and "
+                "write outputs there, too.",
+            )
 
     def _program(self, attempt: Callable, rank: world.Rank) -> tuple:
         comm, pairs, hidden, held = rank.comm("dp"), [], [], [0]
@@ -81,12 +87,14 @@ class _Seen:
             held.append(sum(alive.values()))
             return flash.attention(q, k, v, causal=True, offset=offset)
 
-        mine = (self.whole.split(x, comm.rank, 2) for x in self.qkv)
+        mine = [self.whole.split(x, comm.rank, 2) for x in self.qkv]
+        kept = [x.clone() for x in mine]
         found = attempt(*mine, self.whole, comm, attend)
         if not (isinstance(found, (tuple, list)) and len(found) == 2):
             raise TypeError(f"ring returned {type(found).__name__}: return (out, lse)")
         left = any(work._request.sending for work in comm._owner._pending)
-        return *found, sum(pairs), sum(hidden), max(held), left
+        same = all(map(torch.equal, mine, kept))
+        return *found, sum(pairs), sum(hidden), max(held), left, same
 
     def tiles(self, rank: int) -> list[tuple[slice, Tensor, Tensor]]:
         """Rows, output and log-sum-exp of each tile that a rank should have computed."""
@@ -152,6 +160,7 @@ def _why_wrong(seen: _Seen, rank: int) -> str:
 
 
 def _ring_bytes(attempt: Callable) -> str:
+    partners = 0
     for n in (3, 2, 4):
         seen = _Seen(attempt, n, "zigzag")
         one = seen.one_set
@@ -184,7 +193,10 @@ def _ring_bytes(attempt: Callable) -> str:
                     "send that nobody waits for keeps its tensor. Hold the set that is computed "
                     "with and the one that is coming.",
                 )
-    return "2, 3 and 4 ranks"
+        ranks = _ranks.world_of(n).trace.ranks
+        partners = max(len({event.to for event in events if event.sent}) for events in ranks)
+    elsewhere = f", and no ring: a rank sends to {partners} others" if partners > 1 else ""
+    return f"2, 3 and 4 ranks{elsewhere}"
 
 
 def _ring_work(attempt: Callable) -> str:
@@ -254,10 +266,17 @@ def _trade(attempt: Callable, n: int, kind: str, a: int) -> tuple[Tensor, list]:
 
     def program(rank: world.Rank) -> Any:
         comm = rank.comm("dp")
-        return attempt(whole.split(x, comm.rank, 2), whole, comm)
+        given = whole.split(x, comm.rank, 2)
+        found = attempt(given, whole, comm)
+        return found, torch.equal(given, whole.split(x, comm.rank, 2))
 
     same = "All ranks must make the same collective calls in the same order."
-    return x, _ranks.run(n, f"{_ranks.count(n)}, {kind}, {a} heads", program, same)
+    case = f"{_ranks.count(n)}, {kind}, {a} heads"
+    found, kept = zip(*_ranks.run(n, case, program, same), strict=True)
+    if not all(kept):
+        changed = f"{case}: on rank {kept.index(False)} x is another tensor after your call"
+        raise Failed(changed, "Whoever called may need it: write into a tensor of your own.")
+    return x, list(found)
 
 
 def _trades(attempt: Callable, kind: str) -> str:

@@ -45,11 +45,15 @@ def _routed(
     logits = _logits()
     case = f"{_T} tokens, {_E} experts, k={k}, {score}"
     try:
-        chosen, weights = map(torch.as_tensor, attempt(logits, k, score, bias))
+        given = bias.clone()
+        chosen, weights = map(torch.as_tensor, attempt(logits, k, score, given))
     except NotImplementedError:
         raise
     except (TypeError, ValueError) as error:
         raise Failed(f"{case}: {error}", "Return the chosen experts and their weights.") from None
+    if not torch.equal(given, bias):
+        kept = "The layer keeps this tensor from step to step: compute with it, and leave it."
+        raise Failed(f"{case}: after your call the bias is another one", kept)
     for name, got in (("chosen", chosen), ("weights", weights)):
         if got.shape != (_T, k):
             shape = f"{case}: {name} has shape {list(got.shape)}, not [{_T}, {k}]"
@@ -273,13 +277,17 @@ class _Case:
 def _found(attempt: Callable, case: _Case) -> list[tuple[Tensor, list[list[int]]]]:
     """Of each rank what came back, and on how many rows each expert was called, call by call."""
 
-    def program(rank: world.Rank) -> tuple[Tensor, list[list[int]]]:
-        i = rank.rank
-        given = case.x[i].clone(), case.chosen[i].clone(), case.weights[i].clone()
+    def program(rank: world.Rank) -> tuple[Tensor, list[list[int]], list[str]]:
+        i, names = rank.rank, ("x", "chosen", "weights")
+        kept = case.x[i], case.chosen[i], case.weights[i]
+        given = [each.clone() for each in kept]
         experts, calls = case.experts(i)
-        return attempt(*given, experts, rank.comm("dp")), calls
+        out = attempt(*given, experts, rank.comm("dp"))
+        same = [torch.equal(now, then) for now, then in zip(given, kept, strict=True)]
+        return out, calls, [name for name, is_same in zip(names, same, strict=True) if not is_same]
 
-    found = _ranks.run(case.n, case.name, program, _SAME)
+    told = _ranks.run(case.n, case.name, program, _SAME)
+    found = [(out, calls) for out, calls, _ in told]
     for rank, (out, calls) in enumerate(found):
         if not isinstance(out, Tensor) or out.shape != case.x[rank].shape:
             got = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
@@ -287,6 +295,10 @@ def _found(attempt: Callable, case: _Case) -> list[tuple[Tensor, list[list[int]]
                 f"{case.name}: rank {rank} returns {got} for {list(case.x[rank].shape)} of tokens",
                 "A row for each of your own tokens, in their order.",
             )
+        if changed := told[rank][2]:
+            what = f"{case.name}: on rank {rank} {changed[0]} is another tensor after your call"
+            raise Failed(what, "The block adds your rows to x, and the router's choice is kept for "
+                         "the backward pass: write into tensors of your own.")  # fmt: skip
         if (most := max(map(len, calls))) > case.n:
             raise Failed(
                 f"{case.name}: on rank {rank} an expert is called {most} times",
@@ -410,6 +422,7 @@ TRAVEL = Exercise(
             "one expert each, and three", _home, cases=[_Case(3, 2, k=1), _Case(2, 2, k=3)]
         ),
         Property("an idle expert", _home, cases=[_Case(3, 2, idle=0), _Case(3, 2, idle=5)]),
+        Property("an idle rank", _home, cases=[_Case(3, 1, idle=0), _Case(3, 1, idle=2)]),
         Property("bytes sent", _frugal),
         Property("rows computed", _lean),
     ),

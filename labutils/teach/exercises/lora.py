@@ -1,5 +1,6 @@
 """Give a layer an adapter, count what is trained and held, and repair a layer that merges."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,8 +31,10 @@ def fine_tuned(linears: Sequence[nn.Linear], rank: int, itemsize: int) -> tuple[
 # ── what both layers are tried with ──────────────────────────────────────────────────────────────
 
 
-def _linear(d: int = _D, k: int = _K, dtype: torch.dtype = torch.float64) -> nn.Linear:
-    layer = nn.Linear(k, d, dtype=dtype)
+def _linear(
+    d: int = _D, k: int = _K, dtype: torch.dtype = torch.float64, bias: bool = True
+) -> nn.Linear:
+    layer = nn.Linear(k, d, bias=bias, dtype=dtype)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -43,12 +46,27 @@ def _x(k: int = _K, rows: int = 3, dtype: torch.dtype = torch.float64) -> Tensor
     return torch.randn(rows, k, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
+def _whole(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
+    """Whole numbers, whose products are not rounded: factors may be fp32 beside weights in fp64."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=draw).to(dtype)
+
+
 def _made(attempt: Callable, linear: nn.Linear, rank: int, alpha: float) -> nn.Module:
+    """The layer, its factors in the dtype of the weights unless it takes what the weights take."""
+    dtype, k = linear.weight.dtype, linear.in_features
     layer = attempt(linear, rank, alpha)
     if not isinstance(layer, nn.Module):
         hint = "Write a class that derives from nn.Module and takes (linear, rank, alpha)."
         raise Failed(f"you return {type(layer).__name__}", hint)
-    return layer.to(linear.weight.dtype)
+    try:
+        with torch.no_grad():
+            layer(torch.zeros(1, k, dtype=dtype))
+    except NotImplementedError:
+        raise
+    except RuntimeError:
+        return layer.to(dtype)
+    return layer
 
 
 def _trained(layer: nn.Module) -> list[nn.Parameter]:
@@ -137,12 +155,11 @@ def _learns(attempt: Callable) -> str:
 
 def _factors(layer: nn.Module, rank: int) -> tuple[Tensor, Tensor]:
     """A[r, k] and B[d, r], drawn anew; whichever way round they are kept."""
-    draw, found = torch.Generator().manual_seed(3), {}
+    found = {}
     with torch.no_grad():
-        for parameter in _trained(layer):
-            values = torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+        for i, parameter in enumerate(_trained(layer)):
+            values, shape = _whole(*parameter.shape, seed=3 + i), tuple(parameter.shape)
             parameter.copy_(values)
-            shape = tuple(values.shape)
             if sorted(shape) == sorted((rank, _K)):
                 found["A"] = values if shape == (rank, _K) else values.mT
             elif sorted(shape) == sorted((_D, rank)):
@@ -171,8 +188,9 @@ def _scaled(attempt: Callable) -> str:
         linear = _linear()
         layer = _made(attempt, linear, rank, alpha).eval()
         A, B = _factors(layer, rank)
-        low = _x() @ A.mT @ B.mT
-        added = (layer(_x()) - _linear()(_x())).detach()
+        x = _whole(3, _K)
+        low = x @ A.mT @ B.mT
+        added = (layer(x) - _linear()(x)).detach()
         factor = ((added * low).sum() / low.square().sum()).item()
         if (added - factor * low).abs().max() > 1e-9:
             hint = "Add (α/r)·B·A·x: first A, which leaves r numbers, then B."
@@ -190,8 +208,7 @@ def _passes_on(attempt: Callable) -> str:
     rank, alpha = _CASES[0]
     layer = _made(attempt, _linear(), rank, alpha).eval()
     _factors(layer, rank)
-    x, g = _x(rows=6).view(2, 3, _K), torch.linspace(-1, 1, 6 * _D, dtype=torch.float64)
-    g = g.view(2, 3, _D)
+    x, g = _whole(2, 3, _K), _whole(2, 3, _D, seed=2)
     try:
         y = layer(x.requires_grad_())
     except RuntimeError as error:
@@ -233,11 +250,24 @@ def _thin(attempt: Callable) -> str:
     return f"{got:,} FLOPs per token"
 
 
+def _without_bias(attempt: Callable) -> str:
+    """As every layer of the models of this lab."""
+    linear = _linear(bias=False)
+    try:
+        off = (_made(attempt, linear, *_CASES[0])(_x()) - linear(_x())).abs().max().item()
+    except (AttributeError, TypeError) as error:
+        hint = "linear.bias is None there. The layer itself knows: self.linear(x) has it or not."
+        raise Failed(f"a layer without a bias: {error}", hint) from None
+    if off > 1e-12:
+        raise Failed(f"a layer without a bias: the output is off by {off:.2g}", "y = W·x.")
+    return "y = W·x"
+
+
 def _in_bf16(attempt: Callable) -> str:
     """The layer of a model in half precision: its outputs are in bf16, and right to its digits."""
     rank, alpha = _CASES[0]
     layer = _made(attempt, _linear(dtype=torch.bfloat16), rank, alpha).eval()
-    A, B = (factor.double() for factor in _factors(layer, rank))
+    A, B = _factors(layer, rank)
     x = _x(dtype=torch.bfloat16)
     y, base = layer(x).detach(), _linear(dtype=torch.bfloat16).double()
     if y.dtype != torch.bfloat16:
@@ -261,6 +291,7 @@ ADAPTER = Exercise(
         Property("the layer below", _passes_on),
         Property("in bf16", _in_bf16),
         Property("thin", _thin),
+        Property("no bias", _without_bias),
     ),
     hints=(
         "Keep the layer, frozen with requires_grad_(False). A is an nn.Parameter [r, k], drawn; "
@@ -298,7 +329,7 @@ def _same(got: Any, right: int) -> bool:
 
 def _counted(attempt: Callable) -> str:
     for case in _LAYERS:
-        linears, (right, _), (got, _), said = _answer(attempt, case)
+        linears, (right, nbytes), (got, _), said = _answer(attempt, case)
         if _same(got, right):
             continue
         rank = _LAYERS[case][1]
@@ -315,6 +346,7 @@ def _counted(attempt: Callable) -> str:
             2 * (right - inputs): "A has r·k numbers, k inputs, and B has d·r, d outputs.",
             right + rank * biases: "A bias has no adapter: A and B are beside W alone.",
             right + whole: "W is frozen: it counts as held, and not as trained.",
+            nbytes: "These are the bytes: return the trained numbers first.",
         }
         hint = usually.get(got, "A has r·k numbers and B has d·r, for each layer.")
         raise Failed(f"{said}: you count {got!r}, trained are {right:,}", hint)
@@ -330,6 +362,7 @@ def _held(attempt: Callable) -> str:
         frozen = sum(p.numel() for each in linears for p in each.parameters())
         biases = sum(p.bias.numel() for p in linears if p.bias is not None)
         usually = {
+            right + 8 * len(linears): "AdamW's counters, 4 bytes for A and for B, do not count.",
             right + 4 * trained: "Adapters are fp32 already: they have no master copy.",
             right - 2 * trained: "Adapters, their gradients and their moments are all fp32.",
             right - 4 * trained: "Weights, gradients and two moments are four numbers, not three.",
@@ -423,6 +456,32 @@ def _twice(attempt: Callable) -> str:
     return "the second merge() changes nothing"
 
 
+def _back_from_two(attempt: Callable) -> str:
+    """The weights come back after a merge that found them merged, and only those of that merge."""
+    layer, x, before = _mergeable(attempt)
+    layer.merge()
+    with contextlib.suppress(Exception):
+        layer.merge()
+    with torch.no_grad():
+        if fused.product_flops(lambda: layer(x)) > 2 * x.numel() * _N:
+            hint = "Raise an error the second time, or do nothing: it stays merged."
+            raise Failed("merged twice, the adapter's products are computed again", hint)
+    layer.unmerge()
+    if off := _off(layer, x, before):
+        hint = "The second merge() kept W + Δ as if it were W: look first whether it is merged."
+        raise Failed(f"merged twice, unmerged once: the output is off by {off:.1%}", hint)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(2)
+        before = layer(x)
+    with contextlib.suppress(Exception):
+        layer.unmerge()
+    if off := _off(layer, x, before):
+        hint = "What the last merge() kept is of no use any more: look first whether it is merged."
+        raise Failed(f"unmerged, trained, unmerged again: the output is off by {off:.1%}", hint)
+    return "W as it was"
+
+
 def _back(attempt: Callable) -> str:
     layer, x, before = _mergeable(attempt)
     with torch.no_grad():
@@ -495,7 +554,7 @@ def _not_merged(attempt: Callable) -> str:
     layer, x, before = _mergeable(attempt)
     try:
         layer.unmerge()
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError, AssertionError):
         return "refused"
     except Exception as error:
         hint = "Nothing was merged, so nothing is to be taken out: return, or raise a clear error."
@@ -539,6 +598,7 @@ REPAIR = Exercise(
         Property("trained in between", _trained_on),
         Property("unmerged without a merge", _not_merged),
         Property("trained as before", _frozen_still),
+        Property("twice, and back", _back_from_two),
     ),
     hints=(
         "Call merge() two times. Call merge() and unmerge() in float32 and compare with "

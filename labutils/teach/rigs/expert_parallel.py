@@ -26,6 +26,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "room for nothing": dict(factor=0.01),
     "words equally frequent": dict(skewed=False),
+    "rows centered": dict(centered=True),
+    "frequencies given": dict(given=True),
     "α = 0.01": dict(alpha=0.01),
     "α = 0.1": dict(alpha=0.1),
     "dropping": dict(factor=1.25),
@@ -99,6 +101,8 @@ def train_router(
     z_loss: float = 0.0,
     rate: float | None = None,
     factor: float | None = None,
+    centered: bool = False,
+    given: bool = False,
     lr: float = LR,
     steps: int = 40,
 ) -> RouterRun:
@@ -110,6 +114,8 @@ def train_router(
     z_loss: what the squared log of the sum of exponentials is weighted with
     rate: γ of a bias, with sigmoid scores; without it scores are a softmax, and there is none
     factor: c of the room that an expert has; without it no visit is dropped
+    centered: takes from the rows that the router scores (and the experts do not get) their mean
+    given: adds the log of each word's frequency to the logits of the model, as a fixed bias
     """
     model = GPT(_MODEL, generator=torch.Generator().manual_seed(seed)).double()
     how: dict[str, Any] = {} if rate is None else dict(score="sigmoid", biased=True)
@@ -119,7 +125,13 @@ def train_router(
     layer = model.blocks[0].feed_forward
     assert isinstance(layer, expert_parallel.ExpertParallel)
     made: list[Tensor] = []
-    layer.router.register_forward_hook(lambda _, tokens, logits: made.append(logits))
+    if centered:
+        layer.router.register_forward_pre_hook(lambda _, rows: rows[0] - rows[0].mean(0))
+    if given:
+        sample = language(_MODEL.vocab_size, _MODEL.seq_len + 1, seed, skewed=skewed)(2000)
+        known = torch.bincount(sample.flatten(), minlength=_MODEL.vocab_size).double()
+        model.head.register_forward_hook(lambda _, rows, logits: logits + known.log())
+    layer.router.register_forward_hook(lambda _, rows, logits: made.append(logits))
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(steps):
         words = said(_BATCH)
