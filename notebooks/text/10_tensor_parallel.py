@@ -146,7 +146,7 @@ print(f"GELU of the parts, or of the sum: up to {apart.abs().max():.0f} apart")
 # ### Exercise 10.1 · Split a feed-forward layer (25 min, ●●○)
 #
 # All ranks get the same x and the same whole layers. Use your share. On every rank y, the gradient of x and that of `down.bias` are whole; of `up` and `down` your share. Autograd does not see through `comm.all_reduce`: write f and g as
-# `torch.autograd.Function`s, or with hooks of tensors.
+# `torch.autograd.Function`s, or with hooks of tensors. The layer runs in every step, and x goes past it as well, along the residual stream: nothing may stay behind, and f is for the layer's own reading of x.
 
 
 # %%
@@ -457,7 +457,7 @@ ends = {name: round(each[-1], 2) for name, each in losses.items()}
 ends, {name: round(each[-1], 2) for name, each in apart.items()}
 
 # %% [markdown]
-# This loss does not show it. Compare what should be alike on all ranks, as the second figure does; one broadcast is enough for that. (A snapshot takes one rank's copy: the model that is loaded is not the one that was trained.)
+# This loss does not show it, nor do other seeds, four ranks or ten times the rate. Compare what should be alike on all ranks, as the second figure does; one broadcast is enough for that. (A snapshot takes one rank's copy: the model that is loaded is not the one that was trained.)
 
 # %% [markdown]
 # ### Further: at full size

@@ -575,8 +575,9 @@ def best(ages, updates):
     return [min(aged(ages, updates, lr, seed) for lr in rates) for seed in seeds]
 
 
+cases = (fresh, 48), (stale, 48), ((3,) * 4, 48), (stale[::-1], 48), (fresh, 12)
 print("updates old   updates   loss, seeds 0, 1, 2")
-for ages, n in ((fresh, 48), (stale, 48), ((3,) * 4, 48), (stale[::-1], 48), (fresh, 12)):
+for ages, n in cases:
     print(ages, n, *(f"{loss:6.1f}" for loss in best(ages, n)))
 
 # %% [markdown]

@@ -87,6 +87,17 @@ def _a_leaf(logits, targets, comm):
     return cross_entropy(logits, targets, comm).detach().requires_grad_()
 
 
+def _probabilities(logits, targets, comm):
+    """The target's softmax first, its logarithm then."""
+    v = logits.shape[-1]
+    e = (logits - comm.all_reduce(logits.detach().amax(-1, keepdim=True), "max")).exp()
+    softmax = e / reduce_from(e.sum(-1, keepdim=True), comm)
+    place = targets - comm.rank * v
+    mine = (place >= 0) & (place < v)
+    found = softmax.gather(-1, place.clamp(0, v - 1)[:, None])[:, 0]
+    return -reduce_from(found.where(mine, 0.0), comm).log().mean()
+
+
 class _Deaf(torch.autograd.Function):
     """Computes its gradient forward, and gives that back whatever it gets."""
 
@@ -113,6 +124,8 @@ def tokens(x, norm, up, down, comm, *, alike=copy_to, cut="scatter", where="norm
     weight, bias, last = (alike(p, comm) for p in (norm.weight, norm.bias, down.bias))
     if where == "gather first":  # every rank norms all tokens
         y = norm(gather_from(x, comm))
+    elif where == "gather first, f of parameters":
+        y = F.layer_norm(gather_from(x, comm), norm.normalized_shape, weight, bias, norm.eps)
     else:
         y = gather_from(F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps), comm)
     y = F.linear(F.gelu(up(y)), down.weight)
@@ -324,6 +337,7 @@ _ALL = {
          "bytes sent", "to gather them all"),
     ],
     "tensor_parallel/cross-entropy": [
+        ("a probability's logarithm", _probabilities, "large logits", "probability, too"),
         ("deaf", _Deaf.apply, "the gradient", "multiply by it"),
         ("a loss in fp32", lambda *given: loss(*given).float(), "the loss", "Keep their dtype"),
         ("logits in fp32", lambda logits, *given: loss(logits.float(), *given).double(),
@@ -337,6 +351,8 @@ _ALL = {
         ("n times", _as_often_as_ranks, "the gradient", "too large"),
     ],
     "tensor_parallel/bug-hunt": [
+        ("gathers, then norms, with sums", partial(tokens, where="gather first, f of parameters"),
+         "what is normed", "norm first"),
         ("hooks of parameters", _hooked, "a second pass", "for good"),
         ("hooks behind the gradients", partial(_hooked, after=True), "a second pass", "for good"),
         ("f behind g", partial(tokens, cut="f behind g"), "bytes sent", "scatter each way"),

@@ -53,18 +53,25 @@ def _tensor(y: Any, case: str, shape: tuple[int, ...]) -> Tensor:
     return y
 
 
+_STATISTICS = {"native_layer_norm", "mean", "var", "var_mean", "std", "std_mean"}
+
+
 class _Work(TorchDispatchMode):
-    """FLOPs of matrix products on this thread, and bytes that autograd keeps beside parameters."""
+    """FLOPs of matrix products on this thread, bytes that autograd keeps beside parameters, and the
+    most numbers of which a mean or a variance is taken at once."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.flops, self.kept, self.module = 0, dict[int, int](), module
+        self.normed = 0
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda x: x)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if count := flop_registry.get(func.overloadpacket):
             self.flops += count(*args, **(kwargs or {}), out_val=out)
+        if func.overloadpacket.__name__ in _STATISTICS:
+            self.normed = max(self.normed, args[0].numel())
         return out
 
     def _keep(self, x: Tensor) -> Tensor:
@@ -172,7 +179,8 @@ class _Seen:
         if self.again:
             _passed(mine, forward, x.flip(0), of_y)
             _stepped(mine)
-        return _passed(mine, forward, x, of_y)
+        with _Work(mine) as self.work[rank.rank]:
+            return _passed(mine, forward, x, of_y)
 
     def share(self, name: str, i: int) -> Tensor:
         """What rank i should have of a tensor under sequence parallelism."""
@@ -486,7 +494,8 @@ def _loss_of_large(attempt: Callable) -> str:
                 f"{loss - seen.right:+.2g} off",
                 "exp(1000) is inf, and exp(−1000) is 0. Subtract from each token's logits the "
                 "largest of *that token*, over the words of all ranks: "
-                'comm.all_reduce(logits.max(-1).values, "max").',
+                'comm.all_reduce(logits.max(-1).values, "max"). And take the logarithm of the sum '
+                "alone: the target's probability, too, can be 0.",
             )
     return "logits of about 1,000"
 
@@ -620,6 +629,21 @@ _BIAS = (
 )
 
 
+def _own_tokens(attempt: Callable) -> str:
+    """No rank norms tokens of others."""
+    for n in (2, 3):
+        seen, due = _seen(attempt, n, True), _B * _S * _H // n
+        for rank, work in sorted(seen.work.items()):
+            if work.normed > due:
+                raise Failed(
+                    f"{seen.case}: rank {rank} norms {work.normed // _H} tokens, its own are "
+                    f"{due // _H}",
+                    "Sequence parallelism leaves the norm to the rank that has the token: norm "
+                    "first, then gather. Otherwise each rank does, and keeps, all of it.",
+                )
+    return "its own tokens"
+
+
 def _hunt_bytes(attempt: Callable) -> str:
     for n in (2, 3):
         seen = _seen(attempt, n, True)
@@ -657,6 +681,7 @@ HUNT = Exercise(
         ),
         Property("the gradient of the bias", _held_alike, names=("down.bias",), why=_BIAS),
         Property("a second pass", _second, normed=True),
+        Property("what is normed", _own_tokens),
         Property("bytes sent", _hunt_bytes),
     ),
     hints=(
