@@ -121,12 +121,11 @@ def _passed(layer: nn.Module, forward: Callable, x: Tensor, of_y: Tensor) -> Par
     return found | {name: p.grad for name, p in layer.named_parameters()}
 
 
-def _stepped(layer: nn.Module) -> nn.Module:
-    """The layer with other weights, as after an optimizer's step, and no gradients."""
+def _step(layer: nn.Module) -> None:
+    """Gives the layer other weights, as an optimizer's step, and clears its gradients."""
     layer.zero_grad()
     for parameter in layer.parameters():
         parameter.data.mul_(1.25)
-    return layer
 
 
 class _Seen:
@@ -142,7 +141,8 @@ class _Seen:
         self.of_y, past = of_y, again and not normed
         if again:
             self.case += ", a second pass"
-            whole = _stepped(deepcopy(self.layer))
+            whole = deepcopy(self.layer)
+            _step(whole)
         right = _passed(whole, lambda x: whole(x) + x * past, x, of_y)
         self.right = {name: part for name, part in right.items() if part is not None}
         program = self._tokens if normed else self._columns
@@ -161,7 +161,8 @@ class _Seen:
 
         if self.again:
             _passed(mine, forward, x.flip(0), of_y)
-            return _passed(_stepped(mine), forward, x, of_y)
+            _step(mine)
+            return _passed(mine, forward, x, of_y)
         with _Work(mine) as self.work[rank.rank]:
             return _passed(mine, forward, x, of_y)
 
@@ -178,7 +179,7 @@ class _Seen:
         x, of_y = (side.chunk(self.n, 1)[i] for side in (x, of_y))
         if self.again:
             _passed(mine, forward, x.flip(0), of_y)
-            _stepped(mine)
+            _step(mine)
         with _Work(mine) as self.work[rank.rank]:
             return _passed(mine, forward, x, of_y)
 
