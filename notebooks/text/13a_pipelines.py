@@ -479,16 +479,19 @@ plots.gantt(simulate(plan), simulate(chunks, half))
 p, how = 4, dict(chunks=2, a_round=4)
 fewer = schedule.spell_line("fewer", p, 8, lambda rank: p - 1 - rank + p, **how)
 slow = Link(latency=0.1, bandwidth=1e30)
-print("             rank 1 sends   rank 0 holds   a step   if a message takes 0.1")
+print("             rank 1 sends   ranks 0, 3 hold   a step   if a message takes 0.1")
 for each in (plan, chunks, fewer):
     times = Durations(*[4 / each.stages] * 3)
     sent = between(each, "fp32").by("rank")[1]
     steps = [simulate(each, times, *link).makespan for link in ([], [slow])]
-    print(f"{each.name:12} {sent:10,} B {each.peak(0) * 4 / each.stages:14}", end="")
+    held = [each.peak(rank) * 4 / each.stages for rank in (0, 3)]
+    print(f"{each.name:12} {sent:10,} B {held[0]:11} {held[1]:5}", end="")
     print(f" {steps[0]:8} {steps[1]:14.1f}")
 
 # %% [markdown]
-# While messages take no time, both orders are equally short, and `fewer` holds the p micro-batches of 1F1B. So the usual order does not hold more because of its chunks. It is eager, as above, and hides messages.
+# While messages take no time, both orders are equally short, and rank 0 of `fewer` holds the p micro-batches of 1F1B. So rank 0 of the usual order does not hold more because of its chunks: it is eager, as above, and hides messages.
+#
+# On the last rank chunks do cost: 2.5 micro-batches in place of 1, in either order. A whole round of p micro-batches has been through its first chunk before the first one comes to the second.
 
 # %% [markdown]
 # ### Exercise 13.3 · Bug hunt: the order that hangs from three ranks on (12 min, ●●○)
