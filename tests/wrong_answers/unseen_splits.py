@@ -6,6 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from labutils import tensor_parallel
 from labutils.tensor_parallel import copy_to, cross_entropy, gather_from, reduce_from, scatter_to
 from wrong_answers import Wrong
 from wrong_answers.unseen_parallel import Both, same
@@ -22,6 +23,12 @@ def feed_forward(x, up, down, comm, *, total=None, shifted=True, gelu=F.gelu, ho
     if hooked == "inner":
         inner.register_hook(lambda grad: comm.all_reduce(grad.contiguous()))
     return Both.apply(inner @ down.weight.chunk(n, 1)[i].mT, total, same) + down.bias
+
+
+def _own_layers(x, up, down, comm):
+    """The library's layers, whose parameters are copies."""
+    first = tensor_parallel.ColumnLinear.from_full(up, comm)
+    return tensor_parallel.RowLinear.from_full(down, comm)(F.gelu(first(x)))
 
 
 def _hook_of_x(x, up, down, comm):
@@ -321,6 +328,7 @@ def feedback(w, H, scales, *, backwards=False, ends=7, copied=True, near=False, 
 # Exercise: name, attempt, the property that must reject it, words of what it must say.
 _ALL = {
     "tensor_parallel/feed-forward": [
+        ("layers of its own", _own_layers, "the gradients of the weights", "another leaf"),
         ("a hook of x", _hook_of_x, "a second pass, in a residual stream", "a tensor of its own"),
         ("a hook of the bias", _hook_of_the_bias, "a second pass, in a residual stream", "for good"),
         ("shares kept", _shares_kept, "a second pass, in a residual stream", "has stepped them"),

@@ -289,6 +289,12 @@ def _weight_gradients(attempt: Callable) -> str:
             whole = seen.right[name]
             shares = [found[name] for found in seen.ranks]
             total = sum((g for g in shares if g is not None), torch.zeros_like(whole))
+            if all(g is None for g in shares):
+                raise Failed(
+                    f"{seen.case}: no gradient comes to {name}",
+                    "A copy is another leaf: nn.Parameter(…), .data, detach() and from_full keep "
+                    "the gradient to themselves. Use a view, such as up.weight.chunk(n)[i].",
+                )
             if not _near(total, whole):
                 many = _near(total, n * whole)
                 raise Failed(
