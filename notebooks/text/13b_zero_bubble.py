@@ -540,10 +540,12 @@ len(errors), {"equal to 1e-12": max(errors) < 1e-12}
 
 # %% [markdown]
 # All gradients of all ranks are those of one device. With ZeRO, `zero.Optimizer(…, level=1)` takes the place of the average. `replicate` and `zero.shard` reduce after a backward pass; where W is
-# apart `run` refuses them, since half a backward pass has not all gradients. A gradient is whole after its stage's last W, which ZB-H1 runs last of all: an average over replicas then has no work of its rank left to hide behind. Of the bytes sent, the pipeline's are the fewest. (In a step of so few tokens: those of `dp` do not grow with them, the other two do.)
+# apart `run` refuses them, since half a backward pass has not all gradients. A gradient is whole after its stage's last W, which ZB-H1 runs last of all: an average over replicas then has no work of its rank left to hide behind. Of the bytes that a step sends, the pipeline's are the fewest. (In a step of so few tokens: those of `dp` do not grow with them, the other two do.)
 
 # %%
-grid.ledger.by("axis")
+sent = grid.ledger.by("axis")
+sent["tp"] -= grid.ledger.only(name="broadcast").total  # of the first weights, once
+sent
 
 # %% [markdown]
 # ## Further: play with it
