@@ -3,7 +3,7 @@
 #
 # **Four devices hold a quarter of the layers each. How long does each of them wait, what must it hold, and which order of work makes both small?**
 #
-# *90 min, and 10 further · before this: labs 03, 07 and 08 · needs a laptop, no GPU and no network*
+# *95 min, and 15 further · before this: labs 03, 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -534,13 +534,13 @@ dream = schedule.pipedream(4, 8)
 {rank: [k - dream.version(rank, k) for k in range(8)] for rank in (0, 3)}
 
 # %% [markdown]
-# What does that do to learning? A smaller GPT of four layers, 48 micro-batches, and always the same sequence. (Of random tokens nothing can be learned, and no difference shows.) On ranks:
+# *PipeDream-2BW* updates once per p micro-batches, with gradients one update old on all ranks. Versions of the weights that ranks hold, of a smaller GPT of four layers:
 
 
 # %%
 small = dict(num_layers=4, d_model=32, d_ff=128, tied=False)
 tiny = dataclasses.replace(config, **small)
-x, y = batches[0]
+two = schedule.pipedream_2bw(4, 8)
 
 
 def dreaming(rank, plan, data, lr=0.28):
@@ -551,24 +551,33 @@ def dreaming(rank, plan, data, lr=0.28):
     return stages, pipeline.run(stages, plan, rank.comm("pp"), data, optimizer=sgd)
 
 
-def on_ranks(lr):
-    """The loss of PipeDream after its 48 updates."""
-    trained = world.run(dreaming, schedule.pipedream(4, 48), [(x, y)] * 48, lr)
+for plan in (dream, two):
+    print(plan.name, [run.versions for _, run in world.run(dreaming, plan, batches)])
+
+# %% [markdown]
+# What does staleness do to learning? To tell it from everything else, switch it on alone: one device, SGD, and gradients for weights that are 3, 2, 1 and 0 updates old in the four layers, or one update old in all. All 48 micro-batches are one sequence. (Of random tokens nothing can be learned, and no difference shows.) Is that PipeDream, and 2BW?
+
+# %%
+x, y = batches[0]
+aged = functools.partial(rigs.pipeline.aged, tiny, (x, y))
+fresh, stale, one_old = (0,) * 4, (3, 2, 1, 0), (1,) * 4
+
+
+def on_ranks(make, lr):
+    """The loss after 48 micro-batches."""
+    trained = world.run(dreaming, make(4, 48), [(x, y)] * 48, lr)
     parts = [stage for stages, _ in trained for stage in stages]
     logits = functools.reduce(lambda out, stage: stage(out), parts, x)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()).item()
 
 
-# %% [markdown]
-# To tell staleness from everything else, switch it on alone: one device, SGD, and gradients for weights that are 3, 2, 1 and 0 updates old in the four layers. Is that PipeDream?
-
-# %%
-aged = functools.partial(rigs.pipeline.aged, tiny, (x, y))
-stale, fresh = (3, 2, 1, 0), (0, 0, 0, 0)
-{"equal to 1e-9": abs(on_ranks(0.28) - aged(stale, 48, 0.28)) < 1e-9}
+dreams = (schedule.pipedream, stale, 48), (schedule.pipedream_2bw, one_old, 12)
+for make, ages, n in dreams:
+    off = abs(on_ranks(make, 0.28) - aged(ages, n, 0.28))
+    print(make.__name__, {"equal to 1e-9": off < 1e-9})
 
 # %% [markdown]
-# It is. Now each at the best of four learning rates, for three seeds. A pipeline that ends each update before the next begins takes 12 units of time for one update, PipeDream 153 for 48; so the last row is as much *time* as the second. (Its updates are of one micro-batch. All are alike here, and a mean over four would teach nothing more.)
+# It is. Now each at the best of four learning rates, for three seeds. The last three rows take as much *time*: in the 153 units in which PipeDream makes 48 updates, 2BW makes 12, and so does who ends each update before the next begins, which takes 12 units. (2BW's are means over four micro-batches. Here all are alike, and a mean teaches no more than one; elsewhere it does.)
 
 
 # %%
@@ -578,37 +587,34 @@ def best(ages, updates):
     return [min(aged(ages, updates, lr, seed) for lr in rates) for seed in seeds]
 
 
-cases = (fresh, 48), (stale, 48), ((3,) * 4, 48), (stale[::-1], 48), (fresh, 12)
-print("updates old   updates   loss, seeds 0, 1, 2")
-for ages, n in cases:
-    print(ages, n, *(f"{loss:6.1f}" for loss in best(ages, n)))
+cases = {
+    "none old, 48 updates": (fresh, 48),
+    "three old, 48 updates": ((3,) * 4, 48),
+    "PipeDream turned round": (stale[::-1], 48),
+    "PipeDream, 48 updates": (stale, 48),
+    "2BW, 12 updates": (one_old, 12),
+    "none old, 12 updates": (fresh, 12),
+}
+for name, case in cases.items():
+    print(f"{name:22}", *(f"{loss:6.1f}" for loss in best(*case)))
 
 # %% [markdown]
-# **Staleness costs one to two nats here,** after as many updates and with each at its best rate: about 0.2 to 0.5 without it, 1.3 to 2.4 with it. (A model that guesses has 4.85.) If all layers are three updates old it costs nearly three.
+# **PipeDream's staleness costs one to two nats here,** after as many updates and with each at its best rate: 0.2 to 0.5 without it, 1.3 to 2.4 with it. (A model that guesses has 4.85.) If all layers are three updates old it costs nearly three.
 #
 # Age alone does not decide. With the oldest weights in the last layer, the order turned round, less than half a nat is lost. A pipeline cannot choose that: rank 0 waits longest for its backward passes.
 #
-# **After as much time PipeDream is ahead,** for each seed. Four times as many updates are worth more here than fresh ones.
+# **After as much time PipeDream is ahead,** for each seed: many stale updates are worth more here than few fresh ones. 2BW's, few and one old, end half a nat above as many fresh ones.
 #
 # At a still larger rate PipeDream's loss is nan. Is that staleness? The control, one device at the same rate, after 48 updates:
 
 # %%
 {
-    "stale is nan": math.isnan(on_ranks(2.0)),
+    "stale is nan": math.isnan(on_ranks(schedule.pipedream, 2.0)),
     "alone is above 1,000": aged(fresh, 48, 2.0) > 1000,
 }
 
 # %% [markdown]
 # It is not: without staleness the same rate diverges as well. A nan on a pipeline says nothing until one device has run at its rate.
-#
-# *PipeDream-2BW* updates once per p micro-batches, with gradients one update old on all
-# ranks. Versions of the weights that ranks hold:
-
-# %%
-runs = world.run(dreaming, dream, batches)
-two = world.run(dreaming, schedule.pipedream_2bw(4, 8), batches)
-names = {"PipeDream": runs, "2BW": two}
-{name: [run.versions for _, run in found] for name, found in names.items()}
 
 # %% [markdown]
 # ## Further: play with it
