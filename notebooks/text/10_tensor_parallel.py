@@ -146,7 +146,7 @@ print(f"GELU of the parts, or of the sum: up to {apart.abs().max():.0f} apart")
 # ### Exercise 10.1 · Split a feed-forward layer (25 min, ●●○)
 #
 # All ranks get the same x and the same whole layers. Use your share. On every rank y, the gradient of x and that of `down.bias` are whole; of `up` and `down` your share. Autograd does not see through `comm.all_reduce`: write f and g as
-# `torch.autograd.Function`s, or with hooks of tensors. The layer runs in every step, and x goes past it as well, along the residual stream: nothing may stay behind, and f is for the layer's own reading of x.
+# `torch.autograd.Function`s, or with hooks of tensors. In a model it runs in every step, and x goes past it, too.
 
 
 # %%
@@ -609,7 +609,7 @@ for policy, said in policies.items():
 reveal("mesh-of-64/tp", ranks=fitting[min(fitting)])
 
 # %% [markdown]
-# With memory enough nobody would split a matrix: the step would take 13.9 seconds, and 591 GB per rank. With all activations kept, eight ranks need 85 GB and do not fit; sixteen fit, and take 26.1 seconds. With blocks computed again eight take 22.3 seconds and 50 GB, and four do not fit: of their 87 GB 35 are the gradients, which ZeRO-1 shares out only after the last backward pass. (Nothing overlaps here; pipelines come in lab 13a.)
+# With memory enough nobody would split a matrix: the step would take 13.9 seconds, and 591 GB per rank. With all activations kept, eight ranks need 85 GB and do not fit; sixteen fit, and take 26.1 seconds. With blocks computed again eight take 22.3 seconds and 50 GB, and four do not fit. (Nothing overlaps here.)
 #
 # Is there another way into 80 GB? ZeRO-3 shares out weights and gradients, too, and splits no matrix. With blocks computed again, and no message hidden:
 
@@ -619,9 +619,8 @@ level_3 = replace(level_1[0], zero=3), Mesh(dp=64)
 timed = formulas.time(model, *level_1, device=h100)
 computing = timed.makespan - timed.spent(0)["dp"]
 sending = formulas.sent(model, *level_3).total / h100.ring(64).bandwidth
-print(f"{computing:.1f} s computing, {sending:.1f} s sending, in all ", end="")
 held = formulas.peak_states(model, *level_3) + formulas.activations(model, *level_3)
-print(f"{computing + sending:.1f} s; {held.total / 1e9:.0f} GB")
+f"{computing:.1f} s computing, {sending:.1f} s sending, {held.total / 1e9:.0f} GB"
 
 # %% [markdown]
 # **So the eight ranks are ZeRO-1's answer, and not the mesh's:** ZeRO-3 takes 18.3 seconds without any split. What it cannot do is use more ranks than the batch has sequences, here 128. From there on matrices are split, or the sequence (lab 11).

@@ -122,7 +122,7 @@ between(naive).diff(world.ledger)
 # %% [markdown]
 # Rank 0 and rank 3 exchange one gradient more: this model's head *is* its embedding, and the two stand at opposite ends. Both add up what the other computed.
 #
-# How much is that? Take GPT-2 in float32 on four ranks, and a step of so many tokens in all. In a pipeline all of them pass a rank in the middle, which sends h numbers up and h numbers down for each; under data parallelism every rank sends lab 08's all-reduce, whatever the number of tokens. Per rank and step:
+# How much is that? Take GPT-2 in float32 on four ranks, and a step of so many tokens in all. In a pipeline all of them pass a rank in the middle, which sends h numbers up and h numbers down for each; under data parallelism every rank sends lab 08's all-reduce. Per rank and step:
 
 # %%
 gpt2 = ModelConfig.named("gpt2")
@@ -208,8 +208,8 @@ for name, each in {"simulated": simulate(plan, pace), "measured": paced}.items()
 {"the order of the schedule": paced.schedule == plan}
 
 # %% [markdown]
-# Nobody told the ranks when to start. They wait for messages, and the bubble comes out. It is longer than simulated, where messages take no time and each rank has a core. `paced.to_perfetto("step.json")` writes it as a trace, a track per rank and what it holds below,
-# which ui.perfetto.dev opens.
+# Nobody told the ranks when to start. They wait for messages, and the bubble comes out. It is longer than simulated, where messages take no time and each rank has a core. `paced.to_perfetto("step.json")` writes a trace for
+# ui.perfetto.dev.
 
 # %% [markdown]
 # ## What must each rank hold?
@@ -491,7 +491,7 @@ for each in (plan, chunks, fewer):
 # %% [markdown]
 # While messages take no time, both orders are equally short, and rank 0 of `fewer` holds the p micro-batches of 1F1B. So rank 0 of the usual order does not hold more because of its chunks: it is eager, as above, and hides messages.
 #
-# On the last rank chunks do cost: 2.5 micro-batches in place of 1, in either order. A whole round of p micro-batches has been through its first chunk before the first one comes to the second.
+# On the last rank chunks do cost: 2.5 micro-batches in place of 1, in either order. All p of a round go through its first chunk before the first one comes to its second.
 
 # %% [markdown]
 # ### Exercise 13.3 · Bug hunt: the order that hangs from three ranks on (12 min, ●●○)
@@ -653,8 +653,6 @@ explore(view, states=48, model=sizes, GBps=[1, 50], order=list(orders), m=[4, 8]
 # | order | 1F1B | `Schedule1F1B`, `ScheduleGPipe`, …; `parallelism.pipeline_parallel_schedule` |
 # | chunks | `--num-layers-per-virtual-pipeline-stage` | `ScheduleInterleaved1F1B` |
 # | cut | `--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers`; `--account-for-embedding-in-pipeline-split`, `--account-for-loss-in-pipeline-split` count each as a layer | `parallelism.module_fqns_per_model_part` |
-#
-# Clipping by the norm of all gradients needs every rank's part, so the step then ends in a barrier; without one a rank can begin its next step while others still work at this one (lab 13b).
 
 # %% [markdown]
 # ## Errata

@@ -28,15 +28,9 @@ from torch import Tensor
 from torch.distributed import pipelining
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils import (
-    checkpointing,
-    data_parallel,
-    measure,
-    pipeline,
-    schedule,
-    tensor_parallel,
-)
+from labutils import data_parallel, measure, pipeline, schedule, tensor_parallel
 from labutils import predict as formulas
+from labutils.checkpointing import apply as checkpointed
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
@@ -257,7 +251,7 @@ gpt2, dry = ModelConfig.named("gpt2"), World(Mesh(pp=4), engine="dry")
 
 def beyond(rank, plan, layers=None, policy="none"):
     """GB at the fullest moment of a step, beyond weights and their gradients."""
-    whole = checkpointing.apply(GPT(gpt2, attention="sdpa"), policy)
+    whole = checkpointed(GPT(gpt2, attention="sdpa"), policy)
     stages = pipeline.split(whole, plan.stages, layers)
     stages = pipeline.local(stages, plan, rank.rank)
     data = [(torch.zeros(1, 1024, dtype=torch.long),) * 2] * plan.micro_batches
@@ -441,7 +435,7 @@ for plan, cut in ((h2, "line"), (zb_v, "V"), (planned, "V")):
 # %% [markdown]
 # **The head spoils ZB-V's order, and not the V.** In ZB-V each micro-batch waits for a stage of 4.5 among stages of 2. The planned order holds no more micro-batches and takes 119; it pays in bytes, since more W of the head wait.
 #
-# No order of this cut takes less. Rank 0 has no block: it waits until the first micro-batch has been through all twelve, and then it has 24 times 4.5 to do. The last rank of ZB-H2 does just as much, but begins its step after that wait, and takes 107. With a barrier ZB-H2 takes 119, too.
+# No order of this cut takes less. Rank 0 has no block: it waits until the first micro-batch has been through all twelve, and then it has 24 times 4.5 to do. The last rank of ZB-H2 does as much, but begins its step after that wait, and takes 107. With a barrier ZB-H2 takes 119, too.
 #
 # So a V wants equal *stages*, and not equal ranks. In Llama-2-7B the head is as long as 0.6 of a block, and the condition is easy to meet.
 #
