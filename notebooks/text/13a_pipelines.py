@@ -3,7 +3,7 @@
 #
 # **Four devices hold a quarter of the layers each. How long does each of them wait, what must it hold, and which order of work makes both small?**
 #
-# *95 min, and 15 further · before this: labs 03, 07 and 08 · needs a laptop, no GPU and no network*
+# *90 min, and 15 further · before this: labs 03, 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
