@@ -202,7 +202,7 @@ rank_of_16.num_heads, rank_of_16.num_kv_heads, rank_of_16.d_ff, rank_of_16.vocab
 # %% [markdown]
 # A rank is a smaller GPT of the same width. `parallelize(model, comm)` cuts a whole one in place. It begins with a broadcast of rank 0's weights, so ranks may draw different ones.
 #
-# Three results, for a GPT-2 and a Llama with two key–value heads: **equal** losses, gradients and weights after three steps in float64, **bytes sent**, **bytes kept** for the backward pass (unexplained: what the formula does not say).
+# Three results, for a GPT-2 and a Llama with two key–value heads: **equal** losses, gradients and weights after three steps in float64, **bytes sent**, **bytes kept** for the backward pass.
 
 # %%
 sizes = dict(num_layers=2, d_model=32, num_heads=8, d_ff=128, vocab_size=96, seq_len=16)
@@ -775,7 +775,7 @@ explore(
 # | torchtitan 0.2.2 | `parallelism.tensor_parallel_degree` | always with TP | by vocabulary, unless `parallelism.disable_loss_parallel` | `parallelism.enable_async_tensor_parallel` |
 # | PyTorch | `parallelize_module(model, mesh["tp"], plan)` with `ColwiseParallel`, `RowwiseParallel` | `SequenceParallel` in the plan | `loss_parallel()` | through `torch.compile` |
 #
-# From torchtitan 0.3 on, SP is a switch of its own, `parallelism.enable_sequence_parallel`. Megatron-LM pads the vocabulary so that t divides it, and in the backward pass hides the all-reduce of f under the weight gradients of the same layer.
+# From torchtitan 0.3 on, SP is a switch of its own, `parallelism.enable_sequence_parallel`. In the backward pass Megatron-LM hides the all-reduce of f under the weight gradients of the same layer.
 
 # %% [markdown]
 # ## Errata
