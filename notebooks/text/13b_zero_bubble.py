@@ -3,7 +3,7 @@
 #
 # **1F1B leaves every rank idle for p − 1 forward and backward passes. Which work can be moved there, how much of the bubble goes, and what does each step of it cost in memory?**
 #
-# *85 min, and 5 further · before this: lab 13a · needs a laptop, no GPU and no network*
+# *90 min, and 10 further · before this: lab 13a · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -515,6 +515,7 @@ def three_axes(rank):
     }
 
 
+# %%
 def shares(rank):
     """One device's gradients, in the place of weights, which are cut for this rank."""
     net = model()
