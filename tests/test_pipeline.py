@@ -561,6 +561,27 @@ def test_pipedream_applies_gradients_of_old_weights(plan, held):
         assert all(torch.allclose(w, weights[name], rtol=1e-10) for name, w in table.items())
 
 
+def learning(rank, plan, config, batch):
+    """The stages of a rank, trained by SGD on one batch again and again."""
+    model = GPT(config, generator=torch.Generator().manual_seed(0)).double()
+    stages = pipeline.split(model, len(plan.ranks), (1,) * len(plan.ranks))
+    stages = pipeline.local(stages, plan, rank.rank)
+    sgd = torch.optim.SGD(stages.parameters(), lr=0.3)
+    pipeline.run(stages, plan, rank.comm("pp"), [batch] * plan.micro_batches, optimizer=sgd)
+    return stages
+
+
+def test_one_device_with_gradients_of_old_weights_learns_what_pipedream_learns():
+    config, (batch, *_) = replace(UNTIED, num_layers=3), batches(1)
+    trained = ranks(3).run(learning, schedule.pipedream(3, 7), config, batch)
+    parts = [stage for stages in trained for stage in stages]
+    logits = functools.reduce(lambda out, stage: stage(out), parts, batch[0])
+    loss = pipeline.mean_cross_entropy(logits, batch[1]).item()
+    assert rigs.pipeline.aged(config, batch, (2, 1, 0), 7, 0.3) == pytest.approx(loss, rel=1e-12)
+    assert rigs.pipeline.aged(config, batch, (0, 0, 0), 7, 0.3) != pytest.approx(loss, rel=1e-4)
+    assert rigs.pipeline.aged(config, batch, (0, 0, 0), 40, 1e6) == float("inf")
+
+
 def replicas_on_the_way(rank, plan, make):
     """Weights after PipeDream on replicas that share the rows of each micro-batch."""
     dp = rank.comm("dp")
@@ -588,6 +609,28 @@ def test_pipedream_averages_over_replicas_in_a_hook_of_its_optimizer():
             assert torch.allclose(weight, wanted[i // 2][name], rtol=1e-10, atol=1e-10), name
     with pytest.raises(RankError, match="TypeError|TypeCheckError"):
         World(Mesh(pp=2, dp=2)).run(replicas_on_the_way, plan, of_zero)
+
+
+# ── an order for unequal stages ────────────────────────────────────────────────────────────────────
+
+
+def in_blocks(config, layers):
+    """FLOPs of each stage, those of a block being 1."""
+    block = pipeline.stage_flops(config, (config.num_layers, 0))[0] / config.num_layers
+    return [flops / block for flops in pipeline.stage_flops(config, layers)]
+
+
+def test_a_planned_v_is_shorter_than_zb_v_where_the_head_is_long_and_no_v_is_shorter():
+    times = in_blocks(ModelConfig.named("gpt2"), (0, *[2] * 6, 0))
+    plan = rigs.pipeline.planned(schedule.vee(4), 8, times, 8, 2).check(cap=8)
+    period, usual = (
+        schedule.simulate(each, Durations(times, times, times)).period
+        for each in (plan, schedule.zb_v(4, 8))
+    )
+    # Rank 0 waits until the first micro-batch has been through all blocks.
+    assert period == pytest.approx(12 + 3 * 8 * times[-1])
+    assert usual > 1.1 * period
+    assert rigs.pipeline.compare(plan, replace(TIED, num_layers=8)).equal
 
 
 # ── cutting ────────────────────────────────────────────────────────────────────────────────────────

@@ -146,7 +146,7 @@ print(f"GELU of the parts, or of the sum: up to {apart.abs().max():.0f} apart")
 # ### Exercise 10.1 · Split a feed-forward layer (25 min, ●●○)
 #
 # All ranks get the same x and the same whole layers. Use your share. On every rank y, the gradient of x and that of `down.bias` are whole; of `up` and `down` your share. Autograd does not see through `comm.all_reduce`: write f and g as
-# `torch.autograd.Function`s, or with hooks of tensors.
+# `torch.autograd.Function`s, or with hooks of tensors. In a model it runs in every step, and x goes past it, too.
 
 
 # %%
@@ -202,7 +202,7 @@ rank_of_16.num_heads, rank_of_16.num_kv_heads, rank_of_16.d_ff, rank_of_16.vocab
 # %% [markdown]
 # A rank is a smaller GPT of the same width. `parallelize(model, comm)` cuts a whole one in place. It begins with a broadcast of rank 0's weights, so ranks may draw different ones.
 #
-# Three results, for a GPT-2 and a Llama with two key–value heads: **equal** losses, gradients and weights after three steps in float64, **bytes sent**, **bytes kept** for the backward pass (unexplained: what the formula does not say).
+# Three results, for a GPT-2 and a Llama with two key–value heads: **equal** losses, gradients and weights after three steps in float64, **bytes sent**, **bytes kept** for the backward pass.
 
 # %%
 sizes = dict(num_layers=2, d_model=32, num_heads=8, d_ff=128, vocab_size=96, seq_len=16)
@@ -457,7 +457,7 @@ ends = {name: round(each[-1], 2) for name, each in losses.items()}
 ends, {name: round(each[-1], 2) for name, each in apart.items()}
 
 # %% [markdown]
-# This loss does not show it. Compare what should be alike on all ranks, as the second figure does; one broadcast is enough for that. (A snapshot takes one rank's copy: the model that is loaded is not the one that was trained.)
+# This loss does not show it, nor do other seeds, four ranks or ten times the rate. Compare what should be alike on all ranks, as the second figure does; one broadcast is enough for that. (A snapshot takes one rank's copy: the model that is loaded is not the one that was trained.)
 
 # %% [markdown]
 # ### Further: at full size
@@ -609,9 +609,21 @@ for policy, said in policies.items():
 reveal("mesh-of-64/tp", ranks=fitting[min(fitting)])
 
 # %% [markdown]
-# With memory enough nobody would split a matrix: the step would take 13.9 seconds, and 591 GB per rank. With all activations kept, eight ranks need 85 GB and do not fit; sixteen fit, and take 26.1 seconds. With blocks computed again eight take 22.3 seconds and 50 GB, and four do not fit. So memory costs eight seconds. (Eight ranks lack little: blocks computed again in some layers only would take between 17.9 and 22.3.)
+# With memory enough nobody would split a matrix: the step would take 13.9 seconds, and 591 GB per rank. With all activations kept, eight ranks need 85 GB and do not fit; sixteen fit, and take 26.1 seconds. With blocks computed again eight take 22.3 seconds and 50 GB, and four do not fit. (Nothing overlaps here.)
 #
-# Of the 87 GB that four ranks need 35 are gradients. ZeRO-1 shares them out after the last backward pass; until then they are whole, and from the second micro-batch on they are there while activations pile up. (Nothing overlaps here; pipelines come in lab 13a.)
+# Is there another way into 80 GB? ZeRO-3 shares out weights and gradients, too, and splits no matrix. With blocks computed again, and no message hidden:
+
+# %%
+level_1 = replace(train, sequence=False), Mesh(dp=64)
+level_3 = replace(level_1[0], zero=3), Mesh(dp=64)
+timed = formulas.time(model, *level_1, device=h100)
+computing = timed.makespan - timed.spent(0)["dp"]
+sending = formulas.sent(model, *level_3).total / h100.ring(64).bandwidth
+held = formulas.peak_states(model, *level_3) + formulas.activations(model, *level_3)
+f"{computing:.1f} s computing, {sending:.1f} s sending, {held.total / 1e9:.0f} GB"
+
+# %% [markdown]
+# **So the eight ranks are ZeRO-1's answer, and not the mesh's:** ZeRO-3 takes 18.3 seconds without any split. What it cannot do is use more ranks than the batch has sequences, here 128. From there on matrices are split, or the sequence (lab 11).
 
 # %% [markdown]
 # ### Which width is enough?
@@ -763,7 +775,7 @@ explore(
 # | torchtitan 0.2.2 | `parallelism.tensor_parallel_degree` | always with TP | by vocabulary, unless `parallelism.disable_loss_parallel` | `parallelism.enable_async_tensor_parallel` |
 # | PyTorch | `parallelize_module(model, mesh["tp"], plan)` with `ColwiseParallel`, `RowwiseParallel` | `SequenceParallel` in the plan | `loss_parallel()` | through `torch.compile` |
 #
-# From torchtitan 0.3 on, SP is a switch of its own, `parallelism.enable_sequence_parallel`. Megatron-LM pads the vocabulary so that t divides it, and in the backward pass hides the all-reduce of f under the weight gradients of the same layer.
+# From torchtitan 0.3 on, SP is a switch of its own, `parallelism.enable_sequence_parallel`. In the backward pass Megatron-LM hides the all-reduce of f under the weight gradients of the same layer.
 
 # %% [markdown]
 # ## Errata

@@ -3,7 +3,7 @@
 #
 # **1F1B leaves every rank idle for p − 1 forward and backward passes. Which work can be moved there, how much of the bubble goes, and what does each step of it cost in memory?**
 #
-# *85 min, and 5 further · before this: lab 13a · needs a laptop, no GPU and no network*
+# *90 min, and 10 further · before this: lab 13a · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -30,6 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labutils import data_parallel, measure, pipeline, schedule, tensor_parallel
 from labutils import predict as formulas
+from labutils.checkpointing import apply as checkpointed
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
@@ -248,9 +249,10 @@ predict("h1/last-rank", GB=0.62)
 gpt2, dry = ModelConfig.named("gpt2"), World(Mesh(pp=4), engine="dry")
 
 
-def beyond(rank, plan, layers=None):
+def beyond(rank, plan, layers=None, policy="none"):
     """GB at the fullest moment of a step, beyond weights and their gradients."""
-    stages = pipeline.split(GPT(gpt2, attention="sdpa"), plan.stages, layers)
+    whole = checkpointed(GPT(gpt2, attention="sdpa"), policy)
+    stages = pipeline.split(whole, plan.stages, layers)
     stages = pipeline.local(stages, plan, rank.rank)
     data = [(torch.zeros(1, 1024, dtype=torch.long),) * 2] * plan.micro_batches
     run = partial(pipeline.run, stages, plan, rank.comm("pp"), data)
@@ -284,7 +286,18 @@ for q in range(4):
     print(f"q = {q}: {held:.2f} GB, a step of {takes} units")
 
 # %% [markdown]
-# Each W that waits on the last rank buys one unit of time (if all stages take equally long), and costs the logits of one micro-batch. With recomputation it costs more: what B recomputed stays until W. (On a last rank that has blocks, too, the head's own W could be paid at once and those of the blocks alone be put off: `Later` makes no such difference.)
+# Each W that waits on the last rank buys one unit of time (if all stages take equally long), and costs the logits of one micro-batch. (On a last rank that has blocks, too, the head's own W could be paid at once and those of the blocks alone be put off: `Later` makes no such difference.)
+#
+# And where blocks recompute (lab 04)? Rank 2 under 1F1B and under ZB-H1:
+
+# %%
+for said, policy in {"kept": "none", "recomputed": "full"}.items():
+    plans = schedule.one_f_one_b(4, 8), h1
+    held = [dry.run(beyond, plan, None, policy, rank=2) for plan in plans]
+    print(f"{said:11} {held[0]:.2f} GB under 1F1B, {held[1]:.2f} GB under ZB-H1")
+
+# %% [markdown]
+# **Under ZB-H1 recomputation saves a fifth there, where it saves three quarters under 1F1B.** What B has computed again stays until W.
 
 # %% [markdown]
 # ## What stops the rest?
@@ -401,20 +414,30 @@ run = simulate(zb_v, half)
 {"period": run.period, "ideal": 8 * 3, "holds": [zb_v.peak(r) / 2 for r in range(4)]}
 
 # %% [markdown]
-# The period of ZB-H2, and no rank holds more than the p micro-batches of 1F1B's rank 0, for u = 2 chunks and equal times. Embedding and head stand on one rank: if they share a matrix, nothing
-# has to be exchanged for it. Are the times equal? GPT-2 again, where the head is as long as 4.5 blocks. In the V rank 0 has the embedding, no block and the head, so that all ranks have nearly the same work. Its period, in forward passes of a block, and what its fullest rank holds, which is the last one:
+# The period of ZB-H2, and no rank holds more than the p micro-batches of 1F1B's rank 0, for u = 2 chunks and equal times. Embedding and head stand on one rank: if they share a matrix, nothing has to be exchanged for it.
+#
+# Are the times equal? In GPT-2 the head is as long as 4.5 blocks. In the V rank 0 has the embedding, no block and the head, so that all ranks have nearly the same work. ZB-V's order was made for equal stages. Beside it stands one that is made with these times: each rank, whenever it is free, begins the first thing it can, B before F before W. Periods in forward passes of a block, and what the fullest rank holds:
 
 # %%
-for plan, layers in ((h2, (4, 4, 4, 0)), (zb_v, (0, *[2] * 6, 0))):
-    work = pipeline.stage_flops(gpt2, layers)
-    times = [12 * flops / pipeline.stage_flops(gpt2, (12, 0))[0] for flops in work]
+cuts = {"line": (4, 4, 4, 0), "V": (0, *[2] * 6, 0)}
+takes = {
+    cut: [12 * n / pipeline.stage_flops(gpt2, (12, 0))[0] for n in flops]
+    for cut, flops in ((cut, pipeline.stage_flops(gpt2, cuts[cut])) for cut in cuts)
+}
+planned = rigs.pipeline.planned(zb_v.places[0], 8, takes["V"], cap=8, room=2)
+for plan, cut in ((h2, "line"), (zb_v, "V"), (planned, "V")):
+    times = takes[cut]
     run = simulate(plan, Durations(F=times, B=times, W=times))
-    held, least = dry.run(beyond, plan, layers, rank=3), 8 * 3 * sum(times) / 4
-    said = f"period {run.period:.0f}, without idling {least:.0f}"
-    print(f"{plan.name}: {said}; {held:.2f} GB")
+    held = max(dry.run(beyond, plan, cuts[cut], rank=rank) for rank in (0, 3))
+    least = f"without idling {8 * 3 * sum(times) / 4:.0f}"
+    print(f"{plan.name:8} period {run.period:.0f}, {least}; {held:.2f} GB")
 
 # %% [markdown]
-# In bytes the V holds less than half of ZB-H2. But its stages are half as long, and the head cannot be halved: each micro-batch waits for a stage of 4.5 among stages of 2, and most of the gain is lost in this order, which was made for equal stages. (No other cut of the twelve blocks makes its period shorter. An order that is planned with these times does, but only if a rank may hold more than p micro-batches, and it stays behind ZB-H2.) A V wants equal *stages*, and not equal ranks. In Llama-2-7B the head is as long as 0.6 of a block, and the condition is easy to meet.
+# **The head spoils ZB-V's order, and not the V.** In ZB-V each micro-batch waits for a stage of 4.5 among stages of 2. The planned order holds no more micro-batches and takes 119; it pays in bytes, since more W of the head wait.
+#
+# No order of this cut takes less. Rank 0 has no block: it waits until the first micro-batch has been through all twelve, and then it has 24 times 4.5 to do. The last rank of ZB-H2 does as much, but begins its step after that wait, and takes 107. With a barrier ZB-H2 takes 119, too.
+#
+# So a V wants equal *stages*, and not equal ranks. In Llama-2-7B the head is as long as 0.6 of a block, and the condition is easy to meet.
 #
 # **One channel, two kinds of messages.** In a V rank 0 sends rank 1 the forwards of stage 0 *and* the backwards of stage 7. If each rank receives in the order in
 # which *it* needs them, what happens?
@@ -489,21 +512,35 @@ def three_axes(rank):
     return {
         name.partition(".")[2]: parameter.grad
         for name, parameter in stages.named_parameters()
-        if "norm" in name  # which tensor parallelism leaves whole
     }
 
 
+# %%
+def shares(rank):
+    """One device's gradients, in the place of weights, which are cut for this rank."""
+    net = model()
+    net.load_state_dict(wanted)
+    tensor_parallel.parallelize(net, rank.comm("tp"))
+    return dict(net.named_parameters(remove_duplicate=False))
+
+
 grid = World(Mesh(pp=2, dp=2, tp=2))
-found = [item for table in grid.run(three_axes) for item in table.items()]
-errors = [(grad - wanted[name]).abs().max().item() for name, grad in found]
-{"equal to 1e-12": max(errors) < 1e-12}
+right, found = grid.run(shares), grid.run(three_axes)
+errors = [
+    (grad - own[name]).abs().max().item()
+    for own, table in zip(right, found, strict=True)
+    for name, grad in table.items()
+]
+len(errors), {"equal to 1e-12": max(errors) < 1e-12}
 
 # %% [markdown]
-# Gradients are those of one device. With ZeRO, `zero.Optimizer(…, level=1)` takes the place of the average. `replicate` and `zero.shard` reduce after a backward pass; where W is
-# apart `run` refuses them, since half a backward pass has not all gradients. A gradient is whole after its stage's last W, which ZB-H1 runs last of all: an average over replicas then has no work of its rank left to hide behind. Of the bytes sent, the pipeline's are the fewest. (In a step of so few tokens: those of `dp` do not grow with them, the other two do.)
+# All gradients of all ranks are those of one device. With ZeRO, `zero.Optimizer(…, level=1)` takes the place of the average. `replicate` and `zero.shard` reduce after a backward pass; where W is
+# apart `run` refuses them, since half a backward pass has not all gradients. A gradient is whole after its stage's last W, which ZB-H1 runs last of all: an average over replicas then has no work of its rank left to hide behind. Of the bytes that a step sends, the pipeline's are the fewest. (In a step of so few tokens: those of `dp` do not grow with them, the other two do.)
 
 # %%
-grid.ledger.by("axis")
+sent = grid.ledger.by("axis")
+sent["tp"] -= grid.ledger.only(name="broadcast").total  # of the first weights, once
+sent
 
 # %% [markdown]
 # ## Further: play with it
@@ -590,7 +627,7 @@ for name, order in {"torch": schedule.read(theirs), "ours": zb_v}.items():
 # >   <!-- claim: [schedule.simulate(schedule.zb_h1(4, 8)).idle(0), max(schedule.zb_h1(4, 8).peak(r) for r in range(4))] == [3, 4] -->
 # > - ZB-H2 fills it all, if no barrier ends the step and F, B and W take equally long, and holds 2p − 1: a period of 24 for p = 4 and m = 8, and 7 held.
 # >   <!-- claim: [schedule.simulate(schedule.zb_h2(4, 8)).period, schedule.zb_h2(4, 8).peak(0)] == [24, 7] -->
-# > - A V of two chunks fills it in the memory of p micro-batches, if F, B and W take equally long on stages of one length. A head longer than a stage spoils this order.
+# > - A V of two chunks fills it in the memory of p micro-batches, if F, B and W take equally long on stages of one length. A head longer than a stage spoils this order: plan one with the real times.
 # >   <!-- claim: [schedule.simulate(schedule.zb_v(4, 8)).period, schedule.zb_v(4, 8).peak(0)] == [48, 8] -->
 # > - In a V, forwards and backwards share a channel: receive in the sender's order.
 # > - Name the metric with every bubble: with or without a barrier, over ideal or over total.

@@ -164,6 +164,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("teach/rigs/pipeline", "test_pipeline"): [
         ("abs(self.loss - self.alone) < 1e-10 and self.error < 1e-10", "abs(self.loss - self.alone) < 1e-10"),
         ("max(each.in_flight)", "len(each.in_flight)"),
+        ("max(0, k - age)", "k"),
+        ("board.held[rank] + room >= cap", "board.held[rank] >= cap"),
     ],
     ("pipeline/stages", "test_pipeline"): [
         ('(longest(layers), -layers[-1])', 'longest(layers)'),

@@ -109,6 +109,22 @@ def _by_micro_batch(ops, nbytes):
     return most
 
 
+def _where_most_are(ops, nbytes):
+    """The bytes at the moment in which the most passes are in flight."""
+    frees = _last_kind(ops)
+    signs = [(op.kind == "F") - (op.kind == frees) for op in ops]
+    counts = itertools.accumulate(signs)
+    held = itertools.accumulate(s * nbytes[op.stage] for s, op in zip(signs, ops, strict=True))
+    return max(zip(counts, held, strict=True))[1]
+
+
+def _at_the_last_forward(ops, nbytes):
+    """What is held when the last forward has begun."""
+    frees = _last_kind(ops)
+    last = max(i for i, op in enumerate(ops) if op.kind == "F")
+    return _walk(ops[: last + 1], nbytes, frees, lambda counts: counts[-1])
+
+
 def _half_each(ops, nbytes):
     """B frees a half and W the other."""
     held = most = 0
@@ -256,6 +272,54 @@ def _moves_nothing(weights, inputs, dy):
     return dy, w
 
 
+def _clears(weights, inputs, dy):
+    """B sets .grad to None, as an optimizer's zero_grad() does."""
+    for weight in weights:
+        weight.grad = None
+    return _halves()(weights, inputs, dy)
+
+
+_OWED = []
+
+
+def _one_list(weights, inputs, dy):
+    """One list for all micro-batches: the first W pays whatever is owed."""
+    for x, weight in zip(reversed(inputs), reversed(weights), strict=True):
+        _OWED.append((weight, dy, x))
+        dy = dy @ weight
+
+    def w():
+        while _OWED:
+            weight, grad, x = _OWED.pop()
+            product = grad.mT @ x
+            weight.grad = product if weight.grad is None else weight.grad + product
+
+    return dy, w
+
+
+def _in_another_way(product):
+    """All products in B, in another way than by @; W only adds what is there."""
+
+    def backward(weights, inputs, dy):
+        owed = []
+        for x, weight in zip(reversed(inputs), reversed(weights), strict=True):
+            owed.append((weight, product(dy, x)))
+            dy = dy @ weight
+
+        def w():
+            for weight, found in owed:
+                found = found.sum(0) if found.dim() == 3 else found
+                weight.grad = found if weight.grad is None else weight.grad + found
+
+        return dy, w
+
+    return backward
+
+
+def _by_columns(grad, x):
+    return torch.stack([torch.mv(grad.T, column) for column in x.T], 1)
+
+
 def _walks_again(weights, inputs, dy):
     """W goes along the whole chain a second time."""
     first = dy
@@ -359,6 +423,8 @@ WRONG = {
         Wrong("words", lambda rank, p, m: ["forward"] * m, _LEGAL, "'F0', 'B0'"),
     ),
     "pipeline/peak": (
+        Wrong("where the most are", _where_most_are, "several chunks", "need not be there"),
+        Wrong("at the last forward", _at_the_last_forward, "several chunks", "need not be there"),
         Wrong(
             "B frees, always",
             lambda ops, nbytes: _walk(ops, nbytes, "B"),
@@ -515,6 +581,26 @@ WRONG = {
         Wrong("W in B", _halves(now=True), "one layer", "belong to W"),
         Wrong("one gradient for all layers", _halves(stale=True), "several layers", "layer's own"),
         Wrong("the gradient of the input in place of that of the output", _twice, "one layer", ""),
+        Wrong("B clears .grad", _clears, "B and W in turn", "B leaves .grad alone"),
+        Wrong("one list for all", _one_list, "B and W in turn", "what its own B owes"),
+        Wrong(
+            "outer products in B",
+            _in_another_way(lambda grad, x: (grad[:, :, None] * x[:, None, :]).sum(0)),
+            "what is multiplied when",
+            "dy and the weight alone",
+        ),
+        Wrong(
+            "outer products that W sums",
+            _in_another_way(lambda grad, x: grad[:, :, None] * x.clone()[:, None, :]),
+            "what is multiplied when",
+            "dy and the weight alone",
+        ),
+        Wrong(
+            "column by column in B",
+            _in_another_way(_by_columns),
+            "what is multiplied when",
+            "dy and the weight alone",
+        ),
         Wrong("moves nothing", _moves_nothing, "what is multiplied when", "moves nothing"),
         Wrong("walks again", _walks_again, "what is multiplied when", "second walk"),
         Wrong("autograd, twice", _asks_autograd, "what is multiplied when", "B needs one product"),

@@ -422,7 +422,7 @@ _ALL = {
         ("f sums forward too", partial(feed_forward, **_MEAN_OF_X), "bytes sent", "has to travel"),
         ("down cut otherwise", partial(feed_forward, strided=(False, True)), "the output", "is cut"),
         ("shares without a history", partial(feed_forward, detach=True),
-         "the gradients of the weights", "of its share"),
+         "the gradients of the weights", "another leaf"),
         ("another GELU", partial(feed_forward, gelu=_TANH), "the output", "GELU"),
         ("down on every rank", _whole_down, "the gradients of the weights", "its share"),
     ],

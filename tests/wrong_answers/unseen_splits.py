@@ -6,6 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from labutils import tensor_parallel
 from labutils.tensor_parallel import copy_to, cross_entropy, gather_from, reduce_from, scatter_to
 from wrong_answers import Wrong
 from wrong_answers.unseen_parallel import Both, same
@@ -22,6 +23,40 @@ def feed_forward(x, up, down, comm, *, total=None, shifted=True, gelu=F.gelu, ho
     if hooked == "inner":
         inner.register_hook(lambda grad: comm.all_reduce(grad.contiguous()))
     return Both.apply(inner @ down.weight.chunk(n, 1)[i].mT, total, same) + down.bias
+
+
+def _own_layers(x, up, down, comm):
+    """The library's layers, whose parameters are copies."""
+    first = tensor_parallel.ColumnLinear.from_full(up, comm)
+    return tensor_parallel.RowLinear.from_full(down, comm)(F.gelu(first(x)))
+
+
+def _hook_of_x(x, up, down, comm):
+    """Right where nothing else reads x."""
+    if x.requires_grad:
+        x.register_hook(lambda grad: comm.all_reduce(grad.contiguous()))
+    return feed_forward(x, up, down, comm, hooked="")
+
+
+def _hook_of_the_bias(x, up, down, comm):
+    """An n-th of the bias each, whose gradient is summed in a hook that stays."""
+    down.bias.register_hook(lambda grad: comm.all_reduce(grad.contiguous()))
+    y = feed_forward(x, up, down, comm) - down.bias
+    return y + Both.apply(down.bias / comm.size, comm.all_reduce, same)
+
+
+_KEPT = {}
+
+
+def _shares_kept(x, up, down, comm):
+    """Shares are cut once and kept for later passes."""
+    n, i, key = comm.size, comm.rank, (comm.size, comm.rank, id(up))
+    if key not in _KEPT:
+        _KEPT[key] = up.weight.chunk(n)[i].detach().clone(), up
+    w1 = up.weight.chunk(n)[i]
+    w1 = w1 + (_KEPT[key][0] - w1).detach()
+    inner = F.gelu(Both.apply(x, same, comm.all_reduce) @ w1.mT + up.bias.chunk(n)[i])
+    return Both.apply(inner @ down.weight.chunk(n, 1)[i].mT, comm.all_reduce, same) + down.bias
 
 
 def _gathered_and_added(comm):
@@ -59,6 +94,33 @@ def _a_leaf(logits, targets, comm):
     return cross_entropy(logits, targets, comm).detach().requires_grad_()
 
 
+def _probabilities(logits, targets, comm):
+    """The target's softmax first, its logarithm then."""
+    v = logits.shape[-1]
+    e = (logits - comm.all_reduce(logits.detach().amax(-1, keepdim=True), "max")).exp()
+    softmax = e / reduce_from(e.sum(-1, keepdim=True), comm)
+    place = targets - comm.rank * v
+    mine = (place >= 0) & (place < v)
+    found = softmax.gather(-1, place.clamp(0, v - 1)[:, None])[:, 0]
+    return -reduce_from(found.where(mine, 0.0), comm).log().mean()
+
+
+class _Deaf(torch.autograd.Function):
+    """Computes its gradient forward, and gives that back whatever it gets."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, comm):
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            mean = cross_entropy(leaf, targets, comm)
+        (ctx.found,) = torch.autograd.grad(mean, leaf)
+        return mean.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.found, None, None
+
+
 def _as_often_as_ranks(logits, targets, comm):
     mean = cross_entropy(logits, targets, comm)
     return mean + (comm.size - 1) * (mean - mean.detach())
@@ -69,6 +131,8 @@ def tokens(x, norm, up, down, comm, *, alike=copy_to, cut="scatter", where="norm
     weight, bias, last = (alike(p, comm) for p in (norm.weight, norm.bias, down.bias))
     if where == "gather first":  # every rank norms all tokens
         y = norm(gather_from(x, comm))
+    elif where == "gather first, f of parameters":
+        y = F.layer_norm(gather_from(x, comm), norm.normalized_shape, weight, bias, norm.eps)
     else:
         y = gather_from(F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps), comm)
     y = F.linear(F.gelu(up(y)), down.weight)
@@ -79,6 +143,19 @@ def tokens(x, norm, up, down, comm, *, alike=copy_to, cut="scatter", where="norm
     y = reduce_from(y, comm)
     y = copy_to(y, comm) if cut == "f behind g" else y + (comm.size - 1) * (y - y.detach())
     return x + y.chunk(comm.size, 1)[comm.rank] + last
+
+
+def _hooked(x, norm, up, down, comm, *, after=False):
+    """Hooks of the parameters themselves, which stay."""
+    def summed(parameter):
+        parameter.grad = comm.all_reduce(parameter.grad)
+
+    for each in (norm.weight, norm.bias, down.bias):
+        if after:
+            each.register_post_accumulate_grad_hook(summed)
+        else:
+            each.register_hook(lambda grad: comm.all_reduce(grad.contiguous()))
+    return tokens(x, norm, up, down, comm, alike=lambda parameter, comm: parameter)
 
 
 def _a_part_each(parameter, comm):
@@ -251,6 +328,14 @@ def feedback(w, H, scales, *, backwards=False, ends=7, copied=True, near=False, 
 # Exercise: name, attempt, the property that must reject it, words of what it must say.
 _ALL = {
     "tensor_parallel/feed-forward": [
+        ("layers of its own", _own_layers, "the gradients of the weights", "another leaf"),
+        ("a hook of x", _hook_of_x, "a second pass, in a residual stream", "a tensor of its own"),
+        ("a hook of the bias", _hook_of_the_bias, "a second pass, in a residual stream", "for good"),
+        ("shares kept", _shares_kept, "a second pass, in a residual stream", "has stepped them"),
+        ("an output in fp32", lambda *given: feed_forward(*given).float(),
+         "the output", "the dtype of x"),
+        ("GELU by tanh", partial(feed_forward, gelu=partial(F.gelu, approximate="tanh")),
+         "the output", "nothing is cut"),
         ("no bias between", partial(feed_forward, shifted=False), "the output", "nothing is cut"),
         ("no GELU", partial(feed_forward, gelu=lambda x: x), "the output", "nothing is cut"),
         ("sums in fp32", partial(feed_forward, total=_in_fp32), "the output", "the dtype of x"),
@@ -260,6 +345,11 @@ _ALL = {
          "bytes sent", "to gather them all"),
     ],
     "tensor_parallel/cross-entropy": [
+        ("a probability's logarithm", _probabilities, "large logits", "probability, too"),
+        ("deaf", _Deaf.apply, "the gradient", "multiply by it"),
+        ("a loss in fp32", lambda *given: loss(*given).float(), "the loss", "Keep their dtype"),
+        ("logits in fp32", lambda logits, *given: loss(logits.float(), *given).double(),
+         "the loss", "Keep their dtype"),
         ("the largest not added again", partial(loss, back=False), "the loss", "same number"),
         ("others' targets at −inf", partial(loss, others=-math.inf), "the loss", "count as 0"),
         ("the mean for the largest", partial(loss, top="mean"), "large logits", "that token"),
@@ -269,6 +359,10 @@ _ALL = {
         ("n times", _as_often_as_ranks, "the gradient", "too large"),
     ],
     "tensor_parallel/bug-hunt": [
+        ("gathers, then norms, with sums", partial(tokens, where="gather first, f of parameters"),
+         "what is normed", "norm first"),
+        ("hooks of parameters", _hooked, "a second pass", "for good"),
+        ("hooks behind the gradients", partial(_hooked, after=True), "a second pass", "for good"),
         ("f behind g", partial(tokens, cut="f behind g"), "bytes sent", "scatter each way"),
         ("n times what was cut", partial(tokens, cut="n times"),
          "the gradients of the matrices", "scatter_to"),

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from labutils import schedule
 from labutils.flash import fused
@@ -199,10 +201,15 @@ def _peak(ops: Sequence[Op], nbytes: Sequence[int]) -> int:
 
 
 _LATER = schedule.read("F0 B0 F1 F2 B1 B2"), schedule.read("F0 B0 W0 F1 F2 B1 W1 B2 W2")
+# Two stages on one rank: five passes are in flight when one of the second stage is, four when two.
+_FEWER = schedule.read(
+    "F0@0 F1@0 F2@0 F3@0 F0@1 B0@1 B0@0 F1@1 B1@1 B1@0 F2@1 F3@1 B2@1 B2@0 B3@1 B3@0",
+    "fewer and larger",
+)
 _HELD = (
     ("1F1B", (schedule.one_f_one_b(4, 8), schedule.gpipe(3, 5), schedule.naive(2, 4), _LATER[0])),
     ("W apart", (schedule.zb_h1(4, 8), schedule.zb_h2(3, 7), _LATER[1])),
-    ("several chunks", (schedule.interleaved(4, 8), schedule.breadth_first(2, 4, 3))),
+    ("several chunks", (schedule.interleaved(4, 8), schedule.breadth_first(2, 4, 3), _FEWER)),
     ("several chunks, W apart", (schedule.zb_v(3, 7), schedule.interleaved_zb(2, 6))),
 )
 _WHY_HELD = {
@@ -211,7 +218,8 @@ _WHY_HELD = {
     "W apart": "Where the order has W, B computes the gradient of the inputs only. The gradient of "
     "the weights still needs the activations: they go with W.",
     "several chunks": "A rank with several chunks has several stages, each with its own bytes: "
-    "nbytes[op.stage] for each operation.",
+    "nbytes[op.stage] for each operation. The most bytes need not be there where the most passes "
+    "are in flight.",
 }
 _WHY_HELD["several chunks, W apart"] = _WHY_HELD["W apart"] + " " + _WHY_HELD["several chunks"]
 
@@ -219,8 +227,8 @@ _WHY_HELD["several chunks, W apart"] = _WHY_HELD["W apart"] + " " + _WHY_HELD["s
 def _counts(attempt: Callable, kind: str) -> str:
     made = dict(_HELD)[kind]
     for each in made:
-        for unequal in (False, True):
-            nbytes = [101 + 37 * stage * unequal for stage in range(each.stages)]
+        for more in (0, 37, 900):
+            nbytes = [101 + more * stage for stage in range(each.stages)]
             for rank, ops in enumerate(each.ranks):
                 found, peak = attempt(list(ops), list(nbytes)), each.peak(rank, nbytes)
                 if found != peak:
@@ -391,6 +399,14 @@ _MIXED = (
 _DW = "W adds grad.mT @ x to .grad, where grad is the gradient of the layer's output."
 _ADD = "Each micro-batch has a W of its own, and .grad is the sum over all: add to what is there."
 _DX = "B passes on dy @ weight, layer by layer from the last to the first."
+_ALONE = (
+    "B leaves .grad alone: what the W of earlier micro-batches have added is needed until the "
+    "optimizer's step."
+)
+_OWN = (
+    "Each W adds what its own B owes, to whatever is in .grad: no debt of another micro-batch, and "
+    "no sum that is kept elsewhere."
+)
 
 
 def _halves(attempt: Callable, cases: Sequence[tuple[Sequence[int], int]], why: str) -> str:
@@ -417,13 +433,67 @@ def _halves(attempt: Callable, cases: Sequence[tuple[Sequence[int], int]], why: 
     return f"{len(cases)} cases"
 
 
+def _in_turn(attempt: Callable) -> str:
+    """Gradients after each B and each W, which take turns; the weights had gradients before."""
+    case = "layer widths 3, 5, 2, 4, B0 W0 B1 B2 W2 W1"
+    weights, passes = _chain((3, 5, 2, 4), 3)
+    expected = [weight.detach().flip(0) for weight in weights]
+    for weight, grad in zip(weights, expected, strict=True):
+        weight.grad = grad.clone()
+    owed: dict[int, Callable[[], None]] = {}
+    for kind, k in ("B0", "W0", "B1", "B2", "W2", "W1"):
+        inputs, dy = passes[int(k)]
+        if kind == "B":
+            owed[int(k)] = attempt(list(weights), list(inputs), dy)[1]
+        else:
+            owed[int(k)]()
+            for i in reversed(range(len(weights))):
+                expected[i] = expected[i] + dy.mT @ inputs[i]
+                dy = dy @ weights[i]
+        what, why = f"after {kind}{k} the gradient of layer", _ALONE if kind == "B" else _OWN
+        for i, wanted in enumerate(expected):
+            _is(weights[i].grad, wanted, case, f"{what} {i}'s weight", why)
+    return "after each B and each W"
+
+
+_COPIES = {
+    *("clone", "_to_copy", "copy_", "cat", "stack", "index", "index_select", "gather"),
+    *("empty_like", "zeros_like", "ones_like", "new_zeros", "new_empty", "new_ones"),
+}
+
+
+class _Reads(TorchDispatchMode):
+    """Which operations compute with some tensors, their views or their copies."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.kept = list(tensors)  # so that no other tensor takes their place in memory
+        self.names: list[str] = []
+
+    def _touches(self, tree: Any) -> bool:
+        places = {x.untyped_storage().data_ptr() for x in self.kept}
+        leaves = (x for x in tree_leaves(tree) if isinstance(x, Tensor))
+        return any(x.untyped_storage().data_ptr() in places for x in leaves)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._touches((args, kwargs)) and not self._touches(out):
+            name = func.overloadpacket.__name__
+            if name in _COPIES:
+                self.kept += [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+            else:
+                self.names.append(name)
+        return out
+
+
 def _products(attempt: Callable) -> str:
     """Each product of a backward pass once: the inputs' half in B, the weights' half in W."""
     case = "layer widths 3, 5, 2, 4"
     weights, ((inputs, dy),) = _chain((3, 5, 2, 4), 1)
     enough = sum(2 * len(dy) * weight.numel() for weight in weights)
     found: list[Callable] = []
-    b = fused.product_flops(lambda: found.append(attempt(list(weights), list(inputs), dy)[1]))
+    with _Reads(inputs) as reads:
+        b = fused.product_flops(lambda: found.append(attempt(list(weights), list(inputs), dy)[1]))
     w = fused.product_flops(found[0])
     for name, flops, half in (("B", b, "dy @ weight"), ("W", w, "grad.mT @ x")):
         if flops > enough:
@@ -432,6 +502,13 @@ def _products(attempt: Callable) -> str:
                 f"{name} needs one product for each layer, {half}. Work that is done in B moves "
                 "nothing, and a second walk along the chain costs what you wanted to save.",
             )
+    if reads.names:
+        raise Failed(
+            f"{case}: B computes with the inputs of the layers ({reads.names[0]})",
+            "The gradient of an input needs dy and the weight alone. What reads x belongs to the "
+            "gradient of the weight, in whatever way it is multiplied: it moves nothing if B does "
+            "it, and W adds up what is there.",
+        )
     return "each product once"
 
 
@@ -444,6 +521,7 @@ LATE = Exercise(
         Property(
             "several micro-batches", _halves, cases=[((4, 4), 2), ((3, 5, 2, 4), 3)], why=_ADD
         ),
+        Property("B and W in turn", _in_turn),
         Property("what is multiplied when", _products),
     ),
     hints=(

@@ -53,18 +53,25 @@ def _tensor(y: Any, case: str, shape: tuple[int, ...]) -> Tensor:
     return y
 
 
+_STATISTICS = {"native_layer_norm", "mean", "var", "var_mean", "std", "std_mean"}
+
+
 class _Work(TorchDispatchMode):
-    """FLOPs of matrix products on this thread, and bytes that autograd keeps beside parameters."""
+    """FLOPs of matrix products on this thread, bytes that autograd keeps beside parameters, and the
+    most numbers of which a mean or a variance is taken at once."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.flops, self.kept, self.module = 0, dict[int, int](), module
+        self.normed = 0
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda x: x)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if count := flop_registry.get(func.overloadpacket):
             self.flops += count(*args, **(kwargs or {}), out_val=out)
+        if func.overloadpacket.__name__ in _STATISTICS:
+            self.normed = max(self.normed, args[0].numel())
         return out
 
     def _keep(self, x: Tensor) -> Tensor:
@@ -114,14 +121,29 @@ def _passed(layer: nn.Module, forward: Callable, x: Tensor, of_y: Tensor) -> Par
     return found | {name: p.grad for name, p in layer.named_parameters()}
 
 
-class _Seen:
-    """What came of an attempt on every rank, beside the whole layer and this rank's part of it."""
+def _step(layer: nn.Module) -> None:
+    """Gives the layer other weights, as an optimizer's step, and clears its gradients."""
+    layer.zero_grad()
+    for parameter in layer.parameters():
+        parameter.data.mul_(1.25)
 
-    def __init__(self, attempt: Callable, n: int, normed: bool) -> None:
-        self.n, self.case, self.normed = n, _ranks.count(n), normed
+
+class _Seen:
+    """What came of an attempt on every rank, beside the whole layer and this rank's part of it.
+
+    again: of a second pass, after the weights were stepped, with x added to what comes out
+    """
+
+    def __init__(self, attempt: Callable, n: int, normed: bool, again: bool = False) -> None:
+        self.n, self.case, self.normed, self.again = n, _ranks.count(n), normed, again
         x, of_y = _draw(50, _B, _S, _H), _draw(51, _B, _S, _H)
-        self.layer = _Layer(normed)
-        right = _passed(self.layer, self.layer, x, of_y)
+        self.layer = whole = _Layer(normed)
+        self.of_y, past = of_y, again and not normed
+        if again:
+            self.case += ", a second pass"
+            whole = deepcopy(self.layer)
+            _step(whole)
+        right = _passed(whole, lambda x: whole(x) + x * past, x, of_y)
         self.right = {name: part for name, part in right.items() if part is not None}
         program = self._tokens if normed else self._columns
         self.work: dict[int, _Work] = {}
@@ -134,8 +156,13 @@ class _Seen:
         mine, comm = deepcopy(self.layer), rank.comm("dp")
 
         def forward(x: Tensor) -> Tensor:
-            return _tensor(attempt(x, mine.up, mine.down, comm), self.case, (_B, _S, _H))
+            y = _tensor(attempt(x, mine.up, mine.down, comm), self.case, (_B, _S, _H))
+            return x + y if self.again else y
 
+        if self.again:
+            _passed(mine, forward, x.flip(0), of_y)
+            _step(mine)
+            return _passed(mine, forward, x, of_y)
         with _Work(mine) as self.work[rank.rank]:
             return _passed(mine, forward, x, of_y)
 
@@ -150,7 +177,11 @@ class _Seen:
             return _tensor(attempt(x, mine.norm, mine.up, mine.down, comm), self.case, shape)
 
         x, of_y = (side.chunk(self.n, 1)[i] for side in (x, of_y))
-        return _passed(mine, forward, x, of_y)
+        if self.again:
+            _passed(mine, forward, x.flip(0), of_y)
+            _step(mine)
+        with _Work(mine) as self.work[rank.rank]:
+            return _passed(mine, forward, x, of_y)
 
     def share(self, name: str, i: int) -> Tensor:
         """What rank i should have of a tensor under sequence parallelism."""
@@ -176,6 +207,12 @@ def _output(attempt: Callable, normed: bool) -> str:
             right = seen.share("y", i) if normed else seen.right["y"]
             if _near(found["y"], right):
                 continue
+            if torch.allclose(found["y"].double(), right, rtol=1e-5, atol=1e-5):
+                raise Failed(
+                    f"{seen.case}: the output on rank {i} is right to a few digits",
+                    f"x is of {right.dtype}, and something is rounded to fewer digits. Compute, "
+                    "sum and return in the dtype of x, and take F.gelu as it is.",
+                )
             off, bias = found["y"] - right, seen.layer.down.bias.detach()
             where = f"{seen.case}: the output on rank {i} is wrong"
             if n > 1 and _near(off, (n - 1) * bias.expand_as(off)):
@@ -252,6 +289,12 @@ def _weight_gradients(attempt: Callable) -> str:
             whole = seen.right[name]
             shares = [found[name] for found in seen.ranks]
             total = sum((g for g in shares if g is not None), torch.zeros_like(whole))
+            if all(g is None for g in shares):
+                raise Failed(
+                    f"{seen.case}: no gradient comes to {name}",
+                    "A copy is another leaf: nn.Parameter(…), .data, detach() and from_full keep "
+                    "the gradient to themselves. Use a view, such as up.weight.chunk(n)[i].",
+                )
             if not _near(total, whole):
                 many = _near(total, n * whole)
                 raise Failed(
@@ -276,6 +319,44 @@ def _bias_gradient(seen: _Seen, found: list[Tensor | None]) -> None:
             "All ranks hold this bias and each steps it: what one rank adds, or a part that each "
             "adds, is right in the output only. Add all of it on every rank, after the sum.",
         )
+
+
+def _second(attempt: Callable, normed: bool) -> str:
+    """A pass in a model: after another one, and x goes past the layer as well."""
+    for n in (2, 3):
+        seen = _Seen(attempt, n, normed, again=True)
+        for i, found in enumerate(seen.ranks):
+            if not normed and found["x"] is not None:
+                off = found["x"] - seen.right["x"]
+                if _near(off, (n - 1) * seen.of_y):
+                    raise Failed(
+                        f"{_ranks.count(n)}, x + y: what goes past the layer is counted {n} times "
+                        "in the gradient of x",
+                        "In a model x goes on along the residual stream, too. A hook of x itself "
+                        "sums all that comes back to x; f stands before the layer alone: hook a "
+                        "tensor of its own, x.view_as(x), or write a Function.",
+                    )
+            for name in seen.right:
+                whole = seen.right[name]
+                if normed:
+                    right, mine = seen.share(name, i), found[name]
+                elif name in ("y", "x", "down.bias"):
+                    right, mine = whole, found[name]
+                else:  # shares, wherever they stand
+                    grads = [each[name] for each in seen.ranks]
+                    right, mine = whole, sum((g for g in grads if g is not None), 0 * whole)
+                if _near(mine, right):
+                    continue
+                what = {"y": "the output", "x": "the gradient of x"}
+                said = what.get(name, f"the gradient of {name}")
+                raise Failed(
+                    f"{seen.case}: {said} on rank {i} is wrong, in the first pass it was right",
+                    "Something stays behind from the first pass: a hook of a parameter is there "
+                    "for good, so each pass adds one more and the gradient is summed again. "
+                    "Hook a tensor of this pass (parameter.view_as(parameter)), or use copy_to. "
+                    "Keep no shares of weights either: an optimizer has stepped them.",
+                )
+    return "after a first one, with other weights"
 
 
 def _split_work(attempt: Callable) -> str:
@@ -334,6 +415,7 @@ SPLIT = Exercise(
         Property("the output", _output, normed=False),
         Property("the gradient of the input", _input_gradient),
         Property("the gradients of the weights", _weight_gradients),
+        Property("a second pass, in a residual stream", _second, normed=False),
         Property("its share of the work", _split_work),
         Property("bytes sent", _split_bytes),
     ),
@@ -350,6 +432,7 @@ SPLIT = Exercise(
 # ── the loss, from shares of the logits ───────────────────────────────────────────────────────────
 
 _V = 48
+_SCALE = 16.0  # of the loss before the backward pass
 
 
 class _Loss:
@@ -361,14 +444,14 @@ class _Loss:
         self.case = _ranks.count(n)
         whole = logits.clone().requires_grad_()
         self.right = F.cross_entropy(whole, targets)
-        (gradient,) = torch.autograd.grad(self.right, whole)
+        (gradient,) = torch.autograd.grad(_SCALE * self.right, whole)
         self.gradients = gradient.chunk(n, 1)
 
         def program(rank: world.Rank) -> tuple[Tensor, Tensor | None]:
             mine = logits.chunk(n, 1)[rank.rank].clone().requires_grad_()
             loss = _tensor(attempt(mine, targets, rank.comm("dp")), self.case, ())
             if loss.requires_grad:
-                loss.backward()
+                loss.backward(torch.full_like(loss, _SCALE))
             return loss.detach(), mine.grad
 
         self.ranks = _ranks.run(n, self.case, program, _SAME_CALLS)
@@ -381,6 +464,14 @@ def _loss_value(attempt: Callable) -> str:
         for i, (loss, _) in enumerate(seen.ranks):
             if not _near(loss, seen.right):
                 own = n > 1 and not seen.sent
+                if loss.dtype != torch.float64 or torch.allclose(
+                    loss, seen.right, rtol=1e-6, atol=0
+                ):
+                    raise Failed(
+                        f"{seen.case}: the loss on rank {i} is right to six digits",
+                        f"The logits are of {seen.right.dtype}. Keep their dtype all the way: "
+                        "something is rounded to fewer digits.",
+                    )
                 if _near(loss / _S, seen.right):
                     many = f"{seen.case}: the loss on rank {i} is {_S} times too large"
                     raise Failed(many, f"It is the sum over {_S} tokens: return their mean.")
@@ -410,7 +501,8 @@ def _loss_of_large(attempt: Callable) -> str:
                 f"{loss - seen.right:+.2g} off",
                 "exp(1000) is inf, and exp(−1000) is 0. Subtract from each token's logits the "
                 "largest of *that token*, over the words of all ranks: "
-                'comm.all_reduce(logits.max(-1).values, "max").',
+                'comm.all_reduce(logits.max(-1).values, "max"). And take the logarithm of the sum '
+                "alone: the target's probability, too, can be 0.",
             )
     return "logits of about 1,000"
 
@@ -432,6 +524,12 @@ def _loss_gradient(attempt: Callable) -> str:
                     "A word has a share in the softmax of every token, also of those whose target "
                     "another rank has: take log Σ for all tokens on every rank, and mask the "
                     "target's logit alone.",
+                )
+            if _near(gradient, right / _SCALE):
+                raise Failed(
+                    f"{where} is that of the loss, where the loss was multiplied by {_SCALE:g}",
+                    "A loss can be scaled, or be one term of a sum. A backward pass of your own "
+                    "gets the gradient of what it returned: multiply by it.",
                 )
             many = _near(gradient, n * right)
             raise Failed(
@@ -538,6 +636,21 @@ _BIAS = (
 )
 
 
+def _own_tokens(attempt: Callable) -> str:
+    """No rank norms tokens of others."""
+    for n in (2, 3):
+        seen, due = _seen(attempt, n, True), _B * _S * _H // n
+        for rank, work in sorted(seen.work.items()):
+            if work.normed > due:
+                raise Failed(
+                    f"{seen.case}: rank {rank} norms {work.normed // _H} tokens, its own are "
+                    f"{due // _H}",
+                    "Sequence parallelism leaves the norm to the rank that has the token: norm "
+                    "first, then gather. Otherwise each rank does, and keeps, all of it.",
+                )
+    return "its own tokens"
+
+
 def _hunt_bytes(attempt: Callable) -> str:
     for n in (2, 3):
         seen = _seen(attempt, n, True)
@@ -574,6 +687,8 @@ HUNT = Exercise(
             "the gradients of the norm", _held_alike, names=("norm.weight", "norm.bias"), why=_NORM
         ),
         Property("the gradient of the bias", _held_alike, names=("down.bias",), why=_BIAS),
+        Property("a second pass", _second, normed=True),
+        Property("what is normed", _own_tokens),
         Property("bytes sent", _hunt_bytes),
     ),
     hints=(
