@@ -22,11 +22,16 @@ from labutils.teach.rigs.scaling import CHARACTERS, characters, digits, digits_n
 COLUMNS = "part optimizer norm batch rule lr seed target value".split()
 BASE = {"sgd": 2**-6, "adam": 2**-8, "rmsprop": 2**-8}  # the best at a batch of 16
 SAMPLES, SEEDS, BATCHES = 2**16, range(8), (16, 64, 256, 512, 1024, 4096)
-TARGETS = (2.7, 2.55, 2.4)
+TARGETS = (3.0, 2.7, 2.55, 2.4)
 STEPS = {8: 3000, 32: 800, 128: 260, 512: 110, 2048: 70}
 LOWEST = {  # the smallest of six rates, each twice the one before
     "sgd": {8: 2**-9, 32: 2**-7, 128: 2**-5, 512: 2**-4, 2048: 2**-3},
     "adam": {8: 2**-11, 32: 2**-10, 128: 2**-9, 512: 2**-8, 2048: 2**-8},
+}
+NEAR = {  # of five rates in steps of √2 the middle one, as the power of 2 that it is of BASE
+    "sgd": {64: 2, 256: 4, 512: 5, 1024: 5.5, 4096: 6},
+    "adam": {64: 1, 256: 2, 512: 3, 1024: 3.5, 4096: 3.5},
+    "rmsprop": {64: 1, 256: 1.5, 512: 1.5, 1024: 2, 4096: 1},
 }
 WIDTHS, WIDTH_RATES = (32, 64, 128, 256), [2.0**i for i in range(-11, -3)]
 RUN = {"batch": 32, "lr": 2**-4, "steps": (1, 16, 64, 128, 256, 512)}
@@ -58,17 +63,38 @@ def base() -> Iterator[dict]:
 
 
 def finer() -> Iterator[dict]:
-    """Adam's rates in steps of √2, at two batches, over half as many examples."""
+    """Rates in steps of √2, at two batches, over half as many examples: Adam's, RMSProp's, and
+    those of an RMSProp whose mean of squares is corrected for its start at 0, as Adam's is: Adam
+    with β₁ = 0 and β₂ = 0.99."""
     data, held_out = characters()
-    for batch, halves in ((16, range(-1, 4)), (512, range(3, 9))):
-        rates = [BASE["adam"] * 2 ** (i / 2) for i in halves]
-        rows = copies.train_copies(
-            CHARACTERS, data, lr=rates, batch=batch, samples=SAMPLES // 2, seeds=range(30),
-            optimizer="adam",
-        )  # fmt: skip
-        for seed, found in enumerate(copies.score(CHARACTERS, rows, held_out)[0].tolist()):
-            for lr, value in zip(rates, found, strict=True):
-                yield row("finer", value, optimizer="adam", batch=batch, lr=lr, seed=seed)
+    small = range(-1, 4)
+    ways = (
+        ("adam", "", "adam", 1.0, small, range(3, 9)),
+        ("rmsprop", "", "rmsprop", 1.0, small, range(1, 7)),
+        ("rmsprop", "corrected", "adam", 10.0, small, range(3, 9)),
+    )
+    for name, rule, optimizer, forget, *tried in ways:
+        for batch, halves in zip((16, 512), tried, strict=True):
+            rates = [BASE[name] * 2 ** (i / 2) for i in halves]
+            rows = copies.train_copies(
+                CHARACTERS, data, lr=rates, batch=batch, samples=SAMPLES // 2, seeds=range(30),
+                optimizer=optimizer, forget=(forget, forget),
+            )  # fmt: skip
+            for seed, found in enumerate(copies.score(CHARACTERS, rows, held_out)[0].tolist()):
+                for lr, value in zip(rates, found, strict=True):
+                    yield row(
+                        "finer", value, optimizer=name, batch=batch, rule=rule, lr=lr, seed=seed
+                    )
+
+
+def best() -> Iterator[dict]:
+    """Five rates round the best one of each batch."""
+    for optimizer, middles in NEAR.items():
+        for batch, middle in middles.items():
+            tried = [BASE[optimizer] * 2 ** (middle + i / 2) for i in range(-2, 3)]
+            for seed, found in enumerate(losses(batch, tried, optimizer).tolist()):
+                for lr, value in zip(tried, found, strict=True):
+                    yield row("best", value, optimizer=optimizer, batch=batch, lr=lr, seed=seed)
 
 
 def rules() -> Iterator[dict]:
@@ -91,7 +117,8 @@ def rules() -> Iterator[dict]:
 
 def betas() -> Iterator[dict]:
     """The square root with 1 − β times k and ε over √k, and, with Adam, with β₂ and ε alone. Adam's
-    1 − β₁ is 0.1, so that it can be multiplied by less than 10."""
+    1 − β₁ is 0.1, so that it can be multiplied by less than 10. And RMSProp corrected for its start
+    at 0, which is Adam with 1 − β of 1 and 0.01, without and with β₂ and ε."""
     tried = {"adam": (64, 128, 512, 1024, 4096), "rmsprop": (64, 256, 512, 1024)}
     for optimizer, batches in tried.items():
         for batch in batches:
@@ -99,9 +126,12 @@ def betas() -> Iterator[dict]:
             ways = {"square root": (1.0, 1.0), "and β₂": (1.0, k), "and both β": (k, k)}
             if optimizer == "rmsprop" or k >= 10:
                 del ways["and both β"]
+            if optimizer == "rmsprop":
+                ways |= {"corrected": (10.0, 10.0), "corrected, and β₂": (10.0, 10.0 * k)}
             for rule, forget in ways.items():
                 lr = [scaling.scale_lr(BASE[optimizer], k, "square root")]
-                for seed, value in enumerate(losses(batch, lr, optimizer, forget=forget)[:, 0]):
+                name = "adam" if "corrected" in rule else optimizer
+                for seed, value in enumerate(losses(batch, lr, name, forget=forget)[:, 0]):
                     yield row(
                         "betas", value.item(), optimizer=optimizer, batch=batch, rule=rule,
                         seed=seed,
@@ -229,7 +259,7 @@ def noise() -> Iterator[dict]:
 PARTS = {  # what each function writes in the column "part"
     noise: ("noise loss", "noise trace", "noise signal"), warm_ups: ("warm-up",),
     rates: ("rates",), rules: ("rules",), steps_to_targets: ("steps",), base: ("base",),
-    finer: ("finer",), betas: ("betas",), widths: ("widths",),
+    finer: ("finer",), best: ("best",), betas: ("betas",), widths: ("widths",),
 }  # fmt: skip
 
 
