@@ -108,7 +108,7 @@ def _rows() -> tuple[dict[str, str], ...]:
 def swept(part: str, by: str = "batch", less: str = "", **wanted: object) -> dict[float, Mean]:
     """Means over seeds of a part of the sweep, by a column of numbers.
 
-    part: "base", "finer", "rules", "betas", "widths" (loss in nats), "warm-up", "rates" (error in
+    part: "base", "finer", "best", "rules", "betas", "widths" (loss in nats), "warm-up", "rates" (error in
         %), "steps" (to a target)
     less: a rule, whose value with the same seed is taken off each
     wanted: other columns: optimizer, norm, batch, rule, lr, target (of "widths" the width)
@@ -152,6 +152,15 @@ def lowest(found: Mapping[float, tuple[float, float]]) -> float:
     return rates[at] * (rates[at + 1] / rates[at]) ** steps
 
 
+def best_rates(optimizer: str) -> dict[int, tuple[float, Mean]]:
+    """By batch size, the best learning rate, at the bottom of a parabola, and the smallest mean
+    loss of those that were tried."""
+    found = {16: swept("base", "lr", optimizer=optimizer)}
+    for batch in map(int, swept("best", optimizer=optimizer)):
+        found[batch] = swept("best", "lr", optimizer=optimizer, batch=batch)
+    return {batch: (lowest(rates), min(rates.values())) for batch, rates in found.items()}
+
+
 def fewest_steps(optimizer: str, target: float) -> dict[int, tuple[float, Mean]]:
     """By batch size, the learning rate that reaches a loss in the fewest steps, and these."""
     found = {}
@@ -184,15 +193,18 @@ Band = tuple[list[float], list[list[float]]]
 
 
 def rule_curves(optimizer: str, most: int = 1024) -> dict[str, Band]:
-    """For each rule the batch sizes up to `most`, and the mean losses, between two standard errors
-    less and two more."""
+    """For each rule, and for the best rate of each batch, the batch sizes up to `most`, and the mean
+    losses, between two standard errors less and two more."""
+    ways: dict[str, Mapping[float, Mean]] = {
+        rule.replace("none", "unscaled"): swept("rules", optimizer=optimizer, rule=rule)
+        for rule in POWERS
+    }
+    ways["best rate"] = {float(b): mean for b, (_, mean) in best_rates(optimizer).items()}
     found = {}
-    for rule in POWERS:
-        kept = {
-            b: m for b, m in swept("rules", optimizer=optimizer, rule=rule).items() if b <= most
-        }
+    for name, means in ways.items():
+        kept = {b: m for b, m in means.items() if b <= most}
         band = [[value + i * error for value, error in kept.values()] for i in (-2, 0, 2)]
-        found[rule.replace("none", "unscaled")] = list(kept), band
+        found[name] = list(kept), band
     return found
 
 
