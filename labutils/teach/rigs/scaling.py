@@ -108,8 +108,8 @@ def _rows() -> tuple[dict[str, str], ...]:
 def swept(part: str, by: str = "batch", less: str = "", **wanted: object) -> dict[float, Mean]:
     """Means over seeds of a part of the sweep, by a column of numbers.
 
-    part: "base", "finer", "best", "rules", "betas", "widths" (loss in nats), "warm-up", "rates" (error in
-        %), "steps" (to a target)
+    part: "base", "finer", "best", "rules", "betas", "widths" (loss in nats), "warm-up", "rates"
+        (error in %), "steps" (to a target)
     less: a rule, whose value with the same seed is taken off each
     wanted: other columns: optimizer, norm, batch, rule, lr, target (of "widths" the width)
     """
@@ -193,8 +193,8 @@ Band = tuple[list[float], list[list[float]]]
 
 
 def rule_curves(optimizer: str, most: int = 1024) -> dict[str, Band]:
-    """For each rule, and for the best rate of each batch, the batch sizes up to `most`, and the mean
-    losses, between two standard errors less and two more."""
+    """For each rule, and for the best rates, the batch sizes up to `most`, and the mean losses,
+    between two standard errors less and two more."""
     ways: dict[str, Mapping[float, Mean]] = {
         rule.replace("none", "unscaled"): swept("rules", optimizer=optimizer, rule=rule)
         for rule in POWERS
