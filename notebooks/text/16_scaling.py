@@ -3,7 +3,7 @@
 #
 # **You have 32 times as many GPUs. By how much do you raise the learning rate, and where does it stop helping?**
 #
-# *90 min, and 30 further · before this: labs 05 and 08 · needs a laptop, no GPU and no network*
+# *90 min, and 35 further · before this: labs 05 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -324,7 +324,7 @@ del curves["linear"]  # 13 nats at 1,024
 plots.curves(title="RMSProp: at 1,024 no scaling is as good as the root", **axes, **curves)
 
 # %% [markdown]
-# **Corrected it grows 5.4 times, as the root says; as it is, 2.4 times.** Its first step is 1/√0.01 = 10 rates long, and its mean forgets over 100 steps. At a batch of 512 the run has 64: all of it is such steps, so a rate grown by the root is too large.
+# **Corrected it grows 5.4 times, as the root says; as it is, 2.4 times.** Its first step is 1/√0.01 = 10 rates long, and its mean forgets over 100 steps. At a batch of 512 the run has 64: all of it is such steps, so a rate grown by the root is too large. (The divisor, which is the same, had left 6.5 to 9: it tells the size, and not the digit.)
 #   <!-- claim: [round((lambda low: low[512] / low[16])({b: rigs.scaling.lowest(rigs.scaling.swept("finer", "lr", optimizer="rmsprop", batch=b, rule=rule)) for b in (16, 512)}), 1) for rule in ("corrected", "")] == [5.4, 2.4] -->
 #
 # ### Further: and the β?
