@@ -152,6 +152,16 @@ def lowest(found: Mapping[float, tuple[float, float]]) -> float:
     return rates[at] * (rates[at + 1] / rates[at]) ** steps
 
 
+def grows(optimizer: str, rule: str = "") -> float:
+    """How many times the best learning rate grows from a batch of 16 to 512, by the finer record;
+    rule: "corrected" for an RMSProp that is corrected for its start at 0."""
+    small, large = (
+        lowest(swept("finer", "lr", optimizer=optimizer, rule=rule, batch=batch))
+        for batch in (16, 512)
+    )
+    return large / small
+
+
 def best_rates(optimizer: str) -> dict[int, tuple[float, Mean]]:
     """By batch size, the best learning rate, at the bottom of a parabola, and the smallest mean
     loss of those that were tried."""
