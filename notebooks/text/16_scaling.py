@@ -342,7 +342,7 @@ for optimizer in ("adam", "rmsprop"):
         print(f"{optimizer:8} {rule:17}", *cells, sep="  ")
 
 # %% [markdown]
-# With Adam nothing shows up to a batch of 1,024. At 4,096, where the square root has failed, scaling β₂ alone makes the loss a little worse. Only RMSProp at 1,024 gains, 0.15 of the 0.32 that the root had lost.
+# With Adam nothing shows up to a batch of 1,024. At 4,096, in 16 steps, scaling β₂ alone makes the loss a little worse. Only RMSProp at 1,024 gains, 0.15 of the 0.32 that the root had lost.
 #
 # **That gain is the correction's.** Alone it gains 0.13, and β₂ on top of it 0.03 ± 0.02: a short memory soon forgets the 0 with which it began. (The paper claims more: in the limit of small steps the whole run follows that of the small batch. This compares ends alone.)
 
