@@ -33,6 +33,7 @@ NEAR = {  # of five rates in steps of √2 the middle one, as the power of 2 tha
     "adam": {64: 1, 256: 2, 512: 3, 1024: 3.5, 4096: 3.5},
     "rmsprop": {64: 1, 256: 1.5, 512: 1.5, 1024: 2, 4096: 1},
 }
+DECAYS = [0.1 * 2**i for i in range(6)]
 WIDTHS, WIDTH_RATES = (32, 64, 128, 256), [2.0**i for i in range(-11, -3)]
 RUN = {"batch": 32, "lr": 2**-4, "steps": (1, 16, 64, 128, 256, 512)}
 
@@ -160,6 +161,27 @@ def widths() -> Iterator[dict]:
                     )  # fmt: skip
 
 
+def decays() -> Iterator[dict]:
+    """AdamW's weight decays, as targets, on 2,048 characters that are seen 16 times, at two batches
+    and over learning rates; and at one with three hidden layers and LayerNorms."""
+    (x, y), held_out = characters()
+    few = x[:: len(y) // 2048][:2048], y[:: len(y) // 2048][:2048]
+    deep = dataclasses.replace(CHARACTERS, widths=(64, 64, 64, 64, 64), norm=True)
+    for network, batch in ((CHARACTERS, 16), (CHARACTERS, 512), (deep, 16)):
+        for times in (0.25, 0.5, 1.0, 2.0)[1 - network.norm :]:
+            lr = scaling.scale_lr(times * BASE["adam"], batch / 16, "square root")
+            rows = copies.train_copies(
+                network, few, lr=[lr] * len(DECAYS), decay=DECAYS, batch=batch, samples=2**15,
+                seeds=range(5), optimizer="adam",
+            )  # fmt: skip
+            for seed, found in enumerate(copies.score(network, rows, held_out)[0].tolist()):
+                for decay, value in zip(DECAYS, found, strict=True):
+                    yield row(
+                        "decay", value, optimizer="adam", norm=network.norm, batch=batch, lr=lr,
+                        seed=seed, target=decay,
+                    )  # fmt: skip
+
+
 def warm_ups() -> Iterator[dict]:
     """Digits, with a LayerNorm and without: errors in %, with warm-ups over parts of ten epochs."""
     data, held_out = digits()
@@ -262,6 +284,7 @@ PARTS = {  # what each function writes in the column "part"
     noise: ("noise loss", "noise trace", "noise signal"), warm_ups: ("warm-up",),
     rates: ("rates",), rules: ("rules",), steps_to_targets: ("steps",), base: ("base",),
     finer: ("finer",), best: ("best",), betas: ("betas",), widths: ("widths",),
+    decays: ("decay",),
 }  # fmt: skip
 
 

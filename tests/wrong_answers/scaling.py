@@ -304,6 +304,25 @@ def _of_the_small(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
     return fmean(trace for trace, _ in found) / fmean(small for _, small in found)
 
 
+def _never_negative(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    """A |G|² below 0 makes no sense: it counts as 0."""
+    found = []
+    for own in gradients:
+        small, large = _terms(own, b, comm, summed=False, alone=False, added=False)
+        found.append(scaling.estimate_spread(small, large, b, comm.size * b))
+    return fmean(each.trace for each in found) / fmean(max(each.signal, 0) for each in found)
+
+
+def _of_lengths_unsquared(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    """The square of the mean length, in place of the mean of squares."""
+    found = []
+    for own in gradients:
+        small = (comm.all_reduce(own.norm().view(1)).item() / comm.size) ** 2
+        large = (comm.all_reduce(own) / comm.size).square().sum().item()
+        found.append(scaling.estimate_spread(small, large, b, comm.size * b))
+    return scaling.noise_scale(found)
+
+
 def _root(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
     return math.sqrt(_noise()(gradients, b, comm))
 
@@ -420,6 +439,8 @@ WRONG = {
         Wrong("the median", _median, "value", ""),
         Wrong("seeds averaged", _seeds_averaged, "value", ""),
         Wrong("the root", _root, "value", "the root of"),
+        Wrong("no |G|² below 0", _never_negative, "value", "below 0"),
+        Wrong("mean lengths, squared", _of_lengths_unsquared, "value", "squares each rank's"),
         Wrong("reduced twice", _double, "bytes sent", "beside it one number"),
         Wrong("all gradients to all ranks", _gathers, "bytes sent", "beside it one number"),
     ),

@@ -223,6 +223,8 @@ def _slips(n: int, b: int) -> list[tuple[float, str]]:
     added = (n * small - mean) / (1 / b - 1 / (n * b))
     ranks_alone = (small - mean) / (1 - 1 / n)
     biased, every = trace * (n - 1) / n, (small - mean) * b
+    short = own.norm(dim=2).mean(1).square()
+    shorter = (short - mean) / (1 / b - 1 / (n * b))
     values = [
         (trace.mean() / mean.mean(), "|G|² is biased: |mean gradient|² still holds tr Σ / (N·b) of "
          "noise. Subtract it."),
@@ -253,6 +255,10 @@ def _slips(n: int, b: int) -> list[tuple[float, str]]:
          "small − large is tr Σ · (1/b − 1/(N·b)), not tr Σ / b."),
         (biased.mean() / (mean - biased / (n * b)).mean(), "The variance of n gradients around "
          "their own mean is their squared distance over n − 1, not over n."),
+        (trace.mean() / signal.clamp(min=0).mean(), "An estimate without bias may come out "
+         "below 0, and it must: cut at 0, the mean of all is too large."),
+        (shorter.mean() / (short - shorter / b).mean(), "E|g|² squares each rank's length first, "
+         "and then takes the mean: not the square of a mean length."),
     ]  # fmt: skip
     return [(value.item(), words) for value, words in values]
 
