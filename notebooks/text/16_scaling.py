@@ -248,31 +248,20 @@ for lr, decay, steps in (
     print(f"lr {lr:.4f}, wd {decay:.3f}, {steps:4} steps: {left:.3f} of a weight left")
 
 # %% [markdown]
-# The number to keep is lr·wd·steps per epoch (Wang and Aitchison 2024). Under the linear rule the rate makes up for the missing steps, and wd stays. Under the square root only √k of k is made up: an epoch decays √k times less, unless wd becomes √k·wd.
+# What an epoch decays is lr·wd·steps, and Wang and Aitchison (2024) keep it. Under the linear rule the rate makes up for the missing steps, and wd stays. Under the square root only √k of k is made up: an epoch decays √k times less, unless wd becomes √k·wd.
 #
-# Does training want that? It would not be enough that √32·wd does better than wd: the small batch might want more. Where is the *best* wd of each batch, for AdamW on 2,048 examples that it sees 16 times, at √32 times the rate for the large one?
-
+# Does training want that? It would not be enough that √32·wd does better than wd: the small batch might want more. Where is the *best* wd of each batch? Recorded (`python tools/scaling_sweep.py decays`): AdamW on 2,048 examples that it sees 16 times, at the root's rates, at half and at twice these; steps of two, five seeds:
 
 # %%
-def decayed(batch, lr):
-    """Means of three seeds for each decay: held-out loss, and length of the weights."""
-    rows = rigs.copies.train_copies(
-        network, few, optimizer="adam", lr=[lr] * 6, decay=decays, batch=batch,
-        samples=32768, seeds=range(3),
-    )  # fmt: skip
-    loss = rigs.copies.score(network, rows, held_out)[0]
-    return torch.stack([loss, rows.norm(dim=-1)], -1).mean(0).tolist()
-
-
-few = tuple(side[:: len(side) // 2048][:2048] for side in data)
-decays = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
-for batch, lr in ((16, 1 / 256), (512, root / 256)):
-    print(f"batch {batch}:")
-    for wd, (loss, length) in zip(decays, decayed(batch, lr), strict=True):
-        print(f"    wd {wd}: loss {loss:.2f}, |w| {length:.0f}")
+for batch in (16, 512):
+    for lr, (wd, mean) in rigs.scaling.best_decays(batch).items():
+        print(f"batch {batch:3}, rate {256 * lr:4.1f}/256: best wd {wd:.2f}, loss {mean}")
 
 # %% [markdown]
-# The best wd moves from 0.4 to 1.6. The rule says √32·0.4 = 2.3, so it holds within the sweep's factor of two. Both best runs leave weights of the same length, 17. With the small batch's wd the large one is 0.3 nats behind.
+# **The best wd moves from 0.4 to 1.6.** The rule says √32·0.4 = 2.3, so it holds within the sweep's factor of two. With the small batch's wd the large one is 0.3 nats behind.
+#   <!-- claim: (lambda of: round(of[0.4].value - min(of.values()).value, 1))(rigs.scaling.swept("decay", "target", norm=False, batch=512, lr=2**-5.5)) == 0.3 -->
+#
+# **But it hardly moves with the rate.** At four times the rate an epoch decays four times as much, and the best wd is the same. So lr·wd·steps is not what this network wants kept.
 #
 # ### Further: is it the divisor?
 #
@@ -306,6 +295,20 @@ for step, rows in along.items():
 
 # %% [markdown]
 # The divisor is 3.5 to 5 times smaller, and not √32 = 5.7: at 512 the signal is no longer small beside the noise. So 6.5 to 9 times are left for the rate; the sweep found 7.6.
+#
+# ### Further: then what does decay want?
+#
+# A balance. Adam's mean step is lr·m/√v, m being the mean gradient, and decay's is lr·wd·w. Where they are equal, lr cancels. With √v 3.5 to 5 times smaller, the same weights need a wd so many times larger: 4 was found.
+#
+# A LayerNorm changes that: the length of the weights before it does not count, only how fast they turn, and lr·wd sets that. The same network with a LayerNorm, at a batch of 16:
+
+# %%
+for lr, (wd, mean) in rigs.scaling.best_decays(16, norm=True).items():
+    print(f"rate {256 * lr:4.2f}/256: best wd {wd:.2f}, loss {mean}")
+
+# %% [markdown]
+# **There the best wd falls as the rate grows**, 2.4 times over a factor of eight. So where layers normalize, as a transformer's do, lr·wd begins to count.
+#   <!-- claim: (lambda of: round(of[2**-10][0] / of[2**-7][0], 1))(rigs.scaling.best_decays(16, norm=True)) == 2.4 -->
 #
 # ### Further: then is it the same for RMSProp?
 #
@@ -501,7 +504,7 @@ def keep(step, rows):
 
 options = dict(lr=[1 / 16], batch=32, samples=32 * 256, seeds=range(8), watch=keep)
 rigs.copies.train_copies(network, data, **options)
-x, y = few
+x, y = (side[:: len(side) // 2048][:2048] for side in data)
 halves, scales = (slice(0, None, 2), slice(1, None, 2)), {}
 for step, copies in kept.items():
     for half, b in zip(halves, (1, 16), strict=True):
@@ -780,7 +783,7 @@ plots.curves(
 # >   <!-- claim: [round(scaling.scale_lr(0.1, 32, rule), 3) for rule in ("linear", "square root")] == [3.2, 0.566] -->
 # > - Tell the rule's loss from the batch's: try other rates. Here the linear rule is 0.11 behind at 1,024, where no rate does better; at 4,096 it diverges, and the best rate is 0.57 behind.
 # >   <!-- claim: (lambda of, best: [round(of[1024].value - of[16].value, 2), round(best[1024][1].value - of[16].value, 2), round(best[4096][1].value - of[16].value, 2), of[4096].value > 10])(rigs.scaling.swept("rules", optimizer="sgd", rule="linear"), rigs.scaling.best_rates("sgd")) == [0.11, 0.11, 0.57, True] -->
-# > - What an epoch decays is lr·wd·steps. Under the linear rule wd stays. Under the square root it becomes √k·wd; otherwise 0.945 of a weight is left where it was 0.726. Here the best wd grew fourfold at k = 32, where √32 = 5.7.
+# > - What an epoch decays is lr·wd·steps. Under the linear rule wd stays. Under the square root it becomes √k·wd; otherwise 0.945 of a weight is left where it was 0.726. Here the best wd grew fourfold at k = 32, where √32 = 5.7; it fell with a rising rate only with a LayerNorm.
 # >   <!-- claim: [round(scaling.shrinkage(32**0.5 * 1e-3, scaling.scale_decay(0.1, 32, rule), 100), 3) for rule in ("linear", "square root")] == [0.945, 0.726] -->
 # > - Goyal's warm-up begins at η and grows at every iteration. On digits, over four of ten epochs and with LayerNorm, it rescues a rate that is too large: an error of 52 % becomes 16 %. Without LayerNorm it does not. The best rate with it is no better than the best without.
 # >   <!-- claim: (lambda at: [round(at("at once")[4].value), round(at("warm-up")[4].value)] == [52, 16] and min(m.value for m in at("at once").values()) < min(m.value for m in at("warm-up").values()))(lambda rule: rigs.scaling.swept("rates", "lr", norm=True, rule=rule)) is True -->

@@ -108,10 +108,11 @@ def _rows() -> tuple[dict[str, str], ...]:
 def swept(part: str, by: str = "batch", less: str = "", **wanted: object) -> dict[float, Mean]:
     """Means over seeds of a part of the sweep, by a column of numbers.
 
-    part: "base", "finer", "best", "rules", "betas", "widths" (loss in nats), "warm-up", "rates"
-        (error in %), "steps" (to a target)
+    part: "base", "finer", "best", "rules", "betas", "widths", "decay" (loss in nats), "warm-up",
+        "rates" (error in %), "steps" (to a target)
     less: a rule, whose value with the same seed is taken off each
-    wanted: other columns: optimizer, norm, batch, rule, lr, target (of "widths" the width)
+    wanted: other columns: optimizer, norm, batch, rule, lr, target (of "widths" the width,
+        of "decay" the decay)
     """
     values = _values(part, by, wanted)
     if less:
@@ -133,8 +134,8 @@ def _values(part: str, by: str, wanted: dict[str, object]) -> dict[float, list[f
 
 
 def lowest(found: Mapping[float, tuple[float, float]]) -> float:
-    """The rate at the bottom of a parabola over log lr, through the smallest mean and the two next
-    to it.
+    """The rate, or the decay, at the bottom of a parabola over its logarithm, through the smallest
+    mean and the two next to it.
 
     found: a mean and its error at each rate
 
@@ -150,6 +151,16 @@ def lowest(found: Mapping[float, tuple[float, float]]) -> float:
     left, middle, right = losses[at - 1 : at + 2]
     steps = (left - right) / 2 / (left - 2 * middle + right)
     return rates[at] * (rates[at + 1] / rates[at]) ** steps
+
+
+def best_decays(batch: int, norm: bool = False) -> dict[float, tuple[float, Mean]]:
+    """By learning rate, AdamW's best weight decay, at the bottom of a parabola, and the smallest
+    mean loss of those that were tried; norm: of the network with a LayerNorm."""
+    found, way = {}, {"norm": norm, "batch": batch}
+    for lr in swept("decay", "lr", **way):
+        losses = swept("decay", "target", lr=lr, **way)
+        found[lr] = lowest(losses), min(losses.values())
+    return found
 
 
 def grows(optimizer: str, rule: str = "") -> float:
