@@ -255,7 +255,8 @@ for lr, decay, steps in (
 # %%
 for batch in (16, 512):
     for lr, (wd, mean) in rigs.scaling.best_decays(batch).items():
-        print(f"batch {batch:3}, rate {256 * lr:4.1f}/256: best wd {wd:.2f}, loss {mean}")
+        rate = f"batch {batch:3}, rate {256 * lr:4.1f}/256"
+        print(f"{rate}: best wd {wd:.2f}, loss {mean}")
 
 # %% [markdown]
 # **The best wd moves from 0.4 to 1.6.** The rule says √32·0.4 = 2.3, so it holds within the sweep's factor of two. With the small batch's wd the large one is 0.3 nats behind.

@@ -156,9 +156,9 @@ def lowest(found: Mapping[float, tuple[float, float]]) -> float:
 def best_decays(batch: int, norm: bool = False) -> dict[float, tuple[float, Mean]]:
     """By learning rate, AdamW's best weight decay, at the bottom of a parabola, and the smallest
     mean loss of those that were tried; norm: of the network with a LayerNorm."""
-    found, way = {}, {"norm": norm, "batch": batch}
-    for lr in swept("decay", "lr", **way):
-        losses = swept("decay", "target", lr=lr, **way)
+    found = {}
+    for lr in swept("decay", "lr", norm=norm, batch=batch):
+        losses = swept("decay", "target", norm=norm, batch=batch, lr=lr)
         found[lr] = lowest(losses), min(losses.values())
     return found
 
