@@ -322,11 +322,11 @@ for way in (("adam", ""), ("rmsprop", ""), ("rmsprop", "corrected")):
 # %%
 curves = rigs.scaling.rule_curves("rmsprop")
 del curves["linear"]  # 13 nats at 1,024
-title = "RMSProp: at 1,024 no scaling is as good as the root"
+title = "RMSProp: at 1,024 the root is no better than the old rate"
 plots.curves(title=title, **axes, **curves)
 
 # %% [markdown]
-# **Corrected it grows 5.4 times, as the root says; as it is, 2.4 times.** Its first step is 1/√0.01 = 10 rates long, and its mean forgets over 100 steps. At a batch of 512 the run has 64: all of it is such steps, so a rate grown by the root is too large. (The divisor, which is the same, had left 6.5 to 9: it tells the size, and not the digit.)
+# **Corrected it grows 5.4 times, as the root says; as it is, 2.4 times.** Its first step is 1/√0.01 = 10 rates long, and its mean forgets over 100 steps. At a batch of 512 the run has 64: all of it is such steps, so a rate grown by the root is too large. (By the divisor alone it would grow 6.5 to 9 times, as Adam's: so that is not all.)
 #   <!-- claim: [round(rigs.scaling.grows("rmsprop", rule), 1) for rule in ("corrected", "")] == [5.4, 2.4] -->
 #
 # ### Further: and the β?
