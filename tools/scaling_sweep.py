@@ -33,6 +33,8 @@ NEAR = {  # of five rates in steps of √2 the middle one, as the power of 2 tha
     "adam": {64: 1, 256: 2, 512: 3, 1024: 3.5, 4096: 3.5},
     "rmsprop": {64: 1, 256: 1.5, 512: 1.5, 1024: 2, 4096: 1},
 }
+DIGITS_TARGETS, DIGITS_STEPS = (1.0, 0.5, 0.3), {4: 2500, 16: 700, 64: 250, 256: 120, 718: 100}
+DIGITS_LOWEST = {4: 2**-10, 16: 2**-8, 64: 2**-7, 256: 2**-6, 718: 2**-5}  # of eight rates
 DECAYS = [0.1 * 2**i for i in range(6)]
 WIDTHS, WIDTH_RATES = (32, 64, 128, 256), [2.0**i for i in range(-11, -3)]
 RUN = {"batch": 32, "lr": 2**-4, "steps": (1, 16, 64, 128, 256, 512)}
@@ -229,55 +231,89 @@ def rates() -> Iterator[dict]:
 
 
 def steps_to_targets() -> Iterator[dict]:
-    """Steps until the held-out loss is at a target, for six rates at each batch size."""
-    data, held_out = characters()
+    """Steps until the held-out loss is at a target: of characters for six rates at each batch size,
+    of digits for eight, with a LayerNorm and without."""
+    task = characters()
     for optimizer, lowest in LOWEST.items():
-        for batch, steps in STEPS.items():
-            rates = [lowest[batch] * 2.0**i for i in range(6)]
-            every, seen = max(steps // 70, 1), []
+        rates = {batch: [lowest[batch] * 2.0**i for i in range(6)] for batch in STEPS}
+        yield from _steps(CHARACTERS, task, optimizer, rates, STEPS, TARGETS, 4.3)
+    for norm in (True, False):
+        rates = {
+            batch: [low * 2.0**i for i in range(8)] for batch, low in DIGITS_LOWEST.items()
+        }
+        yield from _steps(
+            digits_network(norm), digits(), "sgd", rates, DIGITS_STEPS, DIGITS_TARGETS, 2.7,
+            norm=norm,
+        )  # fmt: skip
 
-            def watch(step, rows, every=every, seen=seen):
-                if step % every == 0:
-                    seen.append((step, copies.score(CHARACTERS, rows, held_out)[0]))
 
-            copies.train_copies(
-                CHARACTERS, data, lr=rates, batch=batch, samples=steps * batch,
-                seeds=range(5), optimizer=optimizer, watch=watch,
-            )  # fmt: skip
-            at = [0, *(step for step, _ in seen)]
-            for seed in range(5):
-                for i, lr in enumerate(rates):
-                    curve = [4.3, *(found[seed, i].item() for _, found in seen)]
-                    for target in TARGETS:
-                        yield row(
-                            "steps", steps_to(target, at, curve), optimizer=optimizer,
-                            batch=batch, lr=lr, seed=seed, target=target,
-                        )  # fmt: skip
+def _steps(
+    network: copies.Network,
+    task: tuple,
+    optimizer: str,
+    rates: dict[int, list[float]],
+    most: dict[int, int],
+    targets: tuple[float, ...],
+    begin: float,
+    **columns: object,
+) -> Iterator[dict]:
+    data, held_out = task
+    for batch, steps in most.items():
+        every, seen = max(steps // 70, 1), []
+
+        def watch(step, rows, every=every, seen=seen):
+            if step % every == 0:
+                seen.append((step, copies.score(network, rows, held_out)[0]))
+
+        copies.train_copies(
+            network, data, lr=rates[batch], batch=batch, samples=steps * batch, seeds=range(5),
+            optimizer=optimizer, watch=watch,
+        )  # fmt: skip
+        at = [0, *(step for step, _ in seen)]
+        for seed in range(5):
+            for i, lr in enumerate(rates[batch]):
+                curve = [begin, *(found[seed, i].item() for _, found in seen)]
+                for target in targets:
+                    yield row(
+                        "steps", steps_to(target, at, curve), optimizer=optimizer,
+                        batch=batch, lr=lr, seed=seed, target=target, **columns,
+                    )  # fmt: skip
 
 
 def noise() -> Iterator[dict]:
-    """tr Σ and |G|² from 2,048 gradients of single examples, along a run of SGD."""
-    (x, y), held_out = characters()
+    """tr Σ and |G|² along a run of SGD: of characters from 2,048 gradients of single examples, of
+    digits from 1,024, with a LayerNorm and without."""
+    yield from _noise(CHARACTERS, characters(), RUN, 2048)
+    for norm in (True, False):
+        run = {"batch": 16, "lr": 2**-6 if norm else 2**-7, "steps": (1, 8, 16, 32, 64, 128, 256)}
+        yield from _noise(digits_network(norm), digits(), run, 1024, norm=norm)
+
+
+def _noise(
+    network: copies.Network, task: tuple, run: dict, n: int, **columns: object
+) -> Iterator[dict]:
+    (x, y), held_out = task
     kept = {}
 
     def watch(step, rows):
-        if step in RUN["steps"]:
+        if step in run["steps"]:
             kept[step] = rows[:, 0].clone()
 
     copies.train_copies(
-        CHARACTERS, (x, y), lr=[RUN["lr"]], batch=RUN["batch"], seeds=SEEDS,
-        samples=RUN["batch"] * RUN["steps"][-1], watch=watch,
+        network, (x, y), lr=[run["lr"]], batch=run["batch"], seeds=SEEDS,
+        samples=run["batch"] * run["steps"][-1], watch=watch,
     )  # fmt: skip
     for step, rows in kept.items():
-        loss = copies.score(CHARACTERS, rows, held_out)[0].tolist()
+        loss = copies.score(network, rows, held_out)[0].tolist()
         for seed, copy in enumerate(rows):
-            chosen = torch.randint(
-                len(y), (2048,), generator=torch.Generator().manual_seed(7 * step + seed)
-            )
-            lengths = copies.squared_lengths(CHARACTERS, copy, x[chosen], y[chosen], (1, 2048))
-            found = scaling.estimate_spread(lengths[1], lengths[2048], 1, 2048)
+            draw = torch.Generator().manual_seed(7 * step + seed)
+            chosen = torch.randint(len(y), (n,), generator=draw)
+            lengths = copies.squared_lengths(network, copy, x[chosen], y[chosen], (1, n))
+            found = scaling.estimate_spread(lengths[1], lengths[n], 1, n)
             for name, value in (("loss", loss[seed]), *found._asdict().items()):
-                yield row(f"noise {name}", value, optimizer="sgd", seed=seed, target=step)
+                yield row(
+                    f"noise {name}", value, optimizer="sgd", seed=seed, target=step, **columns
+                )
 
 
 PARTS = {  # what each function writes in the column "part"

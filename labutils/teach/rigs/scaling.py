@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from labutils.config import DATA
-from labutils.scaling import POWERS, Hyperbola, Spread, fit
+from labutils.scaling import POWERS, Hyperbola, Spread, fit, noise_scale
 from labutils.teach.rigs import corpus
 from labutils.teach.rigs.copies import Network
 
@@ -25,6 +25,7 @@ CHARACTERS = Network((8 * CONTEXT, 64, VOCAB), "tanh", tokens=VOCAB, embed=8)
 """8,832 parameters: the next character from the last eight, of 64 kinds."""
 
 Examples = tuple[Tensor, Tensor]
+Norm = bool | Literal[""]
 
 
 def characters() -> tuple[Examples, Examples]:
@@ -182,18 +183,21 @@ def best_rates(optimizer: str) -> dict[int, tuple[float, Mean]]:
     return {batch: (lowest(rates), min(rates.values())) for batch, rates in found.items()}
 
 
-def fewest_steps(optimizer: str, target: float) -> dict[int, tuple[float, Mean]]:
-    """By batch size, the learning rate that reaches a loss in the fewest steps, and these."""
-    found = {}
-    for batch in swept("steps", optimizer=optimizer, target=target):
-        rates = swept("steps", "lr", optimizer=optimizer, target=target, batch=int(batch))
+def fewest_steps(
+    optimizer: str, target: float, norm: Norm = ""
+) -> dict[int, tuple[float, Mean]]:
+    """By batch size, the learning rate that reaches a loss in the fewest steps, and these; of
+    characters, or of digits with or without a `norm`."""
+    found, way = {}, {"optimizer": optimizer, "target": target, "norm": norm}
+    for batch in swept("steps", **way):
+        rates = swept("steps", "lr", batch=int(batch), **way)
         found[int(batch)] = min(rates.items(), key=lambda item: item[1].value)
     return found
 
 
-def hyperbola(optimizer: str, target: float) -> Hyperbola:
+def hyperbola(optimizer: str, target: float, norm: Norm = "") -> Hyperbola:
     """The hyperbola through the fewest steps of each batch size."""
-    runs = fewest_steps(optimizer, target)
+    runs = fewest_steps(optimizer, target, norm)
     return fit({batch: steps.value for batch, (_, steps) in runs.items()})
 
 
@@ -229,11 +233,13 @@ def rule_curves(optimizer: str, most: int = 1024) -> dict[str, Band]:
     return found
 
 
-def spreads() -> dict[int, tuple[float, list[Spread]]]:
-    """By step of a run of SGD, the mean held-out loss, and tr Σ and |G|² for each seed."""
+def spreads(norm: Norm = "") -> dict[int, tuple[float, list[Spread]]]:
+    """By step of a run of SGD, the mean held-out loss, and tr Σ and |G|² for each seed; of
+    characters, or of digits with or without a `norm`."""
     of: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in _rows():
-        if row["part"] in ("noise loss", "noise trace", "noise signal"):
+        parts = ("noise loss", "noise trace", "noise signal")
+        if row["part"] in parts and row["norm"] == str(norm):
             of[int(row["target"])][row["part"]].append(float(row["value"]))
     return {
         step: (
@@ -242,6 +248,13 @@ def spreads() -> dict[int, tuple[float, list[Spread]]]:
         )
         for step, each in sorted(of.items())
     }
+
+
+def critical_and_simple(target: float, norm: Norm = "") -> tuple[float, float]:
+    """B_crit of SGD for a target loss, and B_simple as it was measured nearest to that loss; of
+    characters, or of digits with or without a `norm`."""
+    near = min(spreads(norm).values(), key=lambda each: abs(each[0] - target))
+    return hyperbola("sgd", target, norm).critical, noise_scale(near[1])
 
 
 def goyal(table: str) -> dict[str, Mean]:
