@@ -809,7 +809,7 @@ plots.curves(
 # So, with 32 times as many GPUs: measure the noise scale first.
 #
 # - *The new batch is below it.* AdamW: √32·lr = 5.7·lr, √32·wd, the same β₁ and β₂. SGD: 32·lr, momentum and wd as they were. Then sweep the rate by factors of two. Warm up from the old rate, as everybody does; in this lab's short runs that helped only against too large a rate.
-# - *It is above.* A run still gets shorter, but no number of GPUs halves its time. Stop near the noise scale, and let the other GPUs try another setting or share the model.
+# - *It is above.* A run still gets shorter, but no number of GPUs halves its time. Stop below the noise scale, which was too large here each time, and let the other GPUs try another setting or share the model.
 
 # %% [markdown]
 # ## References
