@@ -183,14 +183,13 @@ def best_rates(optimizer: str) -> dict[int, tuple[float, Mean]]:
     return {batch: (lowest(rates), min(rates.values())) for batch, rates in found.items()}
 
 
-def fewest_steps(
-    optimizer: str, target: float, norm: Norm = ""
-) -> dict[int, tuple[float, Mean]]:
+def fewest_steps(optimizer: str, target: float, norm: Norm = "") -> dict[int, tuple[float, Mean]]:
     """By batch size, the learning rate that reaches a loss in the fewest steps, and these; of
     characters, or of digits with or without a `norm`."""
-    found, way = {}, {"optimizer": optimizer, "target": target, "norm": norm}
-    for batch in swept("steps", **way):
-        rates = swept("steps", "lr", batch=int(batch), **way)
+    found = {}
+    steps = functools.partial(swept, "steps", optimizer=optimizer, target=target, norm=norm)
+    for batch in steps():
+        rates = steps("lr", batch=int(batch))
         found[int(batch)] = min(rates.items(), key=lambda item: item[1].value)
     return found
 
