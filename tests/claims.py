@@ -39,6 +39,41 @@ def llama_on_64_h100() -> planner.Job:
     return planner.Job(model=model, cluster=cluster, batch_tokens=2**22)
 
 
+def winner_behind(shares: tuple[float, ...]) -> list[int]:
+    """How many percent lab 17's winner is behind the fastest plan where this share hides messages."""
+    job, found = llama_on_64_h100(), []
+    winner = planner.search(job).fastest.plan
+    for share in shares:
+        less = dataclasses.replace(job, rates=dataclasses.replace(job.rates, overlap=share))
+        best = planner.search(less).fastest.seconds
+        found.append(round(100 * (planner.estimate(less, winner).seconds / best - 1)))
+    return found
+
+
+def loses_least_by_rates_and_shares() -> tuple[list[float], set[tuple[int, ...]]]:
+    """Of the plans for lab 17's job the three that lose least, in percent, if each rate is off by a
+    quarter, a kernel takes twice as long, or the network half as fast, at each of five shares of
+    hidden messages; and their dp, tp, cp, pp and level of ZeRO."""
+    job, ratios = llama_on_64_h100(), []
+    rates, every, replace = job.rates, planner.search(job), dataclasses.replace
+    changes: list[dict] = [{}, {"kernel": 2 * rates.kernel}]
+    for name in planner.rates.NAMES[:4]:
+        changes += [{name: by * getattr(rates, name)} for by in (0.75, 1.25)]
+    jobs = [replace(job, rates=replace(rates, **change)) for change in changes]
+    jobs.append(replace(job, cluster=replace(job.cluster, between=job.cluster.between / 2)))
+    for each in jobs:
+        for share in (0, 0.25, 0.5, 0.75, 1):
+            found = planner.search(replace(each, rates=replace(each.rates, overlap=share)))
+            ratios.append(found.seconds / found.fastest.seconds)
+    loses = np.where(every.fits, np.max(ratios, axis=0) - 1, np.inf)
+    least = loses.argsort(kind="stable")[:3]
+    plans = [every.plans[int(i)] for i in least]
+    return (
+        [round(100 * float(loses[i]), 1) for i in least],
+        {(plan.dp, plan.tp, plan.cp, plan.pp, plan.zero) for plan in plans},
+    )
+
+
 def peak_of_8192_tokens_on_16_ranks() -> float:
     """GB of Llama-3.1-8B at its fullest moment with ZeRO-3, in bf16: the peak of two layers, and the
     states and activations of thirty more."""

@@ -3,7 +3,7 @@
 #
 # **You have 32 times as many GPUs. By how much do you raise the learning rate, and where does it stop helping?**
 #
-# *90 min, and 30 further · before this: labs 05 and 08 · needs a laptop, no GPU and no network*
+# *90 min, and 35 further · before this: labs 05 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -153,27 +153,33 @@ def worse(a, b):
 none, root, linear = sgd[512].T
 print("k = 32: unscaled is worse than the root:", worse(none, root))
 print("        the root is worse than linear:", worse(root, linear))
-lost = (sgd[2048][:, 2] - linear).min().item()
-print("k = 128: linear is worse by 0.2 in every seed:", lost > 0.2)
 
 # %%
 reveal("unscaled/loss", nats=round(none.mean().item(), 1))
 
 # %% [markdown]
-# Up to 512 the linear rule nearly holds; at 2,048 it has failed in every seed. A longer record has twice as many examples and eight seeds (`python tools/scaling_sweep.py`; date and versions: `data/README.md`). Bands are two standard errors to each side:
+# A longer record has twice as many examples and eight seeds (`python tools/scaling_sweep.py`; date and versions: `data/README.md`). Bands are two standard errors to each side:
 
 # %%
 axes = dict(xlabel="batch size in examples", ylabel="held-out loss (nats)", log="x")
 curves = rigs.scaling.rule_curves("sgd")
-plots.curves(title="SGD: the linear rule stays nearest", **axes, **curves)
+plots.curves(title="SGD: up to 1,024 no rate beats the linear one", **axes, **curves)
 
 # %%
 for rule in scaling.POWERS:
     found = rigs.scaling.swept("rules", optimizer="sgd", rule=rule)
     print(f"{rule:12}", *(f"{batch:4.0f}: {mean}" for batch, mean in found.items()))
 
+# %%
+best = rigs.scaling.best_rates("sgd")
+print(f"{'best rate':12}", *(f"{batch:4}: {mean}" for batch, (_, mean) in best.items()))
+grows = {batch: lr / best[16][0] for batch, (lr, _) in best.items()}
+print("and is times", *(f"{batch:4}: {times:<13.1f}" for batch, times in grows.items()))
+
 # %% [markdown]
-# From a batch of 16 to 512 the linear rule costs 0.05 nats, the root 0.35, no scaling 0.71. Linear is *not* exact: at 1,024 it is 0.11 behind, several standard errors; at 4,096 it has diverged.
+# From a batch of 16 to 512 the linear rule costs 0.05 nats, the root 0.35, no scaling 0.71.
+#
+# **Not all that a large batch loses is the rule's.** For each batch five rates in steps of √2 were recorded. At 1,024 the linear rule is 0.11 behind the batch of 16, and so is the best rate: steps are too few. At 4,096 the rule fails, too. It diverges, where the best rate, 66 times that of 16, is 0.57 behind.
 #
 # ### Further: the published table
 #
@@ -193,7 +199,7 @@ for rule, eta in inputs.items():
 # %% [markdown]
 # ## Is it the same for Adam?
 #
-# At a batch of 16 the best rate of Adam is 1/256, and so is RMSProp's (by factors of two).
+# At a batch of 16 the best rate of Adam is 1/256 (by factors of two).
 #
 # > At 32 times the batch, with which of these multiples of its rate does Adam do best: 1, √32 = 5.7, or 32?
 
@@ -201,7 +207,7 @@ for rule, eta in inputs.items():
 predict("adam/rate", times=32)
 
 # %% [markdown]
-# Adam and RMSProp divide each gradient by the root of a running mean of its square. Where a gradient is mostly noise, k times the batch makes this divisor √k times smaller. So the signal already makes a step √k times as long, and only the other √k is left for the learning rate.
+# Adam divides each gradient by the root of a running mean of its square. Where a gradient is mostly noise, k times the batch makes this divisor √k times smaller. So the signal already makes a step √k times as long, and only the other √k is left for the learning rate.
 
 # %%
 adam = {batch: losses("adam", 1 / 256, batch) for batch in (16, 64, 512, 2048)}
@@ -212,35 +218,20 @@ reveal("adam/rate", times=[1, 5.7, 32][adam[512].mean(0).argmin()])
 
 # %%
 curves = rigs.scaling.rule_curves("adam")
-plots.curves(title="Adam: the square root stays nearest", **axes, **curves)
+plots.curves(title="Adam: the square root stays at the best rate", **axes, **curves)
 
 # %%
-curves = rigs.scaling.rule_curves("rmsprop", most=512)
-plots.curves(title="RMSProp: the square root stays nearest, too", **axes, **curves)
+found = rigs.scaling.swept("rules", optimizer="adam", rule="square root")
+best = rigs.scaling.best_rates("adam")
+for batch, (lr, mean) in best.items():
+    times = f"{lr / best[16][0]:4.1f} times, by the root {(batch / 16) ** 0.5:4.1f}"
+    print(f"{batch:4}: best rate {times}; loss {mean}, by the root {found[batch]}")
 
 # %% [markdown]
-# At k = 4 the two rules are close. At k = 32 linear and unscaled are several standard errors behind the root. But three rates cannot say where the best one is. Recorded (`python tools/scaling_sweep.py finer`): steps of √2, in multiples of 1/256, thirty seeds, and the bottom of a parabola through the lowest three:
-
-# %%
-best = {}
-for batch in (16, 512):
-    found = rigs.scaling.swept("finer", "lr", optimizer="adam", batch=batch)
-    best[batch] = rigs.scaling.lowest(found)
-    cells = (f"{256 * lr:4.1f}: {mean.value:.2f}  " for lr, mean in found.items())
-    print(f"batch {batch:3}:", *cells, f"bottom at {256 * best[batch]:.1f}")
-print(f"the best rate grows {best[512] / best[16]:.1f} times")
-
-# %% [markdown]
-# **The best rate grows 7.6 times: near the root's 5.7, far from 1 and 32.** (Seeds drawn again and again give 7.0 to 8.4, so the root is a quarter too low.) Further up the square-root rule fails, too:
+# **The best rate grows nearly as the root.** At k = 32 it grows 6.9 times, by a finer record (thirty seeds, half as many examples) 7.6: near the root's 5.7, far from 1 and 32. (Seeds drawn again and again give 7.0 to 8.4.)
 #   <!-- claim: claims.adams_rate_grows() == (7.6, 7.0, 8.4) -->
-
-# %%
-for optimizer in ("adam", "rmsprop"):
-    found = rigs.scaling.swept("rules", optimizer=optimizer, rule="square root")
-    print(f"{optimizer:8}", *(f"{b:5}: {found[b]}" for b in (16, 1024, 4096)))
-
-# %% [markdown]
-# RMSProp is 0.32 nats behind at 1,024, Adam 0.44 at 4,096: no rule is good without end.
+#
+# **At 4,096 the root is 0.44 nats behind, and is not to blame.** The best rate is 0.43 behind: 16 steps are too few, whatever the rate.
 
 # %% [markdown]
 # **What happens to the weight decay?** AdamW multiplies each weight by 1 − lr·wd in each step, wd being the weight decay. At 32 times the batch an epoch has 100 steps in place of 3,200. What does decay alone leave of a weight after an epoch?
@@ -257,31 +248,21 @@ for lr, decay, steps in (
     print(f"lr {lr:.4f}, wd {decay:.3f}, {steps:4} steps: {left:.3f} of a weight left")
 
 # %% [markdown]
-# The number to keep is lr·wd·steps per epoch (Wang and Aitchison 2024). Under the linear rule the rate makes up for the missing steps, and wd stays. Under the square root only √k of k is made up: an epoch decays √k times less, unless wd becomes √k·wd.
+# What an epoch decays is lr·wd·steps, and Wang and Aitchison (2024) keep it. Under the linear rule the rate makes up for the missing steps, and wd stays. Under the square root only √k of k is made up: an epoch decays √k times less, unless wd becomes √k·wd.
 #
-# Does training want that? It would not be enough that √32·wd does better than wd: the small batch might want more. Where is the *best* wd of each batch, for AdamW on 2,048 examples that it sees 16 times, at √32 times the rate for the large one?
-
+# Does training want that? It would not be enough that √32·wd does better than wd: the small batch might want more. Where is the *best* wd of each batch? Recorded (`python tools/scaling_sweep.py decays`): AdamW on 2,048 examples that it sees 16 times, at the root's rates, at half and at twice these; steps of two, five seeds:
 
 # %%
-def decayed(batch, lr):
-    """Means of three seeds for each decay: held-out loss, and length of the weights."""
-    rows = rigs.copies.train_copies(
-        network, few, optimizer="adam", lr=[lr] * 6, decay=decays, batch=batch,
-        samples=32768, seeds=range(3),
-    )  # fmt: skip
-    loss = rigs.copies.score(network, rows, held_out)[0]
-    return torch.stack([loss, rows.norm(dim=-1)], -1).mean(0).tolist()
-
-
-few = tuple(side[:: len(side) // 2048][:2048] for side in data)
-decays = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
-for batch, lr in ((16, 1 / 256), (512, root / 256)):
-    print(f"batch {batch}:")
-    for wd, (loss, length) in zip(decays, decayed(batch, lr), strict=True):
-        print(f"    wd {wd}: loss {loss:.2f}, |w| {length:.0f}")
+for batch in (16, 512):
+    for lr, (wd, mean) in rigs.scaling.best_decays(batch).items():
+        rate = f"batch {batch:3}, rate {256 * lr:4.1f}/256"
+        print(f"{rate}: best wd {wd:.2f}, loss {mean}")
 
 # %% [markdown]
-# The best wd moves from 0.4 to 1.6. The rule says √32·0.4 = 2.3, so it holds within the sweep's factor of two. Both best runs leave weights of the same length, 17. With the small batch's wd the large one is 0.3 nats behind.
+# **The best wd moves from 0.4 to 1.6.** The rule says √32·0.4 = 2.3, so it holds within the sweep's factor of two. With the small batch's wd the large one is 0.3 nats behind.
+#   <!-- claim: (lambda of: round(of[0.4].value - min(of.values()).value, 1))(rigs.scaling.swept("decay", "target", norm=False, batch=512, lr=2**-5.5)) == 0.3 -->
+#
+# **But it hardly moves with the rate.** At four times the rate an epoch decays four times as much, and the best wd is the same. So lr·wd·steps is not what this network wants kept.
 #
 # ### Further: is it the divisor?
 #
@@ -316,23 +297,58 @@ for step, rows in along.items():
 # %% [markdown]
 # The divisor is 3.5 to 5 times smaller, and not √32 = 5.7: at 512 the signal is no longer small beside the noise. So 6.5 to 9 times are left for the rate; the sweep found 7.6.
 #
+# ### Further: then what does decay want?
+#
+# A balance. Adam's mean step is lr·m/√v, m being the mean gradient, and decay's is lr·wd·w. Where they are equal, lr cancels. With √v 3.5 to 5 times smaller, the same weights need a wd so many times larger: 4 was found.
+#
+# A LayerNorm changes that: the length of the weights before it does not count, only how fast they turn, and lr·wd sets that. The same network with a LayerNorm, at a batch of 16:
+
+# %%
+for lr, (wd, mean) in rigs.scaling.best_decays(16, norm=True).items():
+    print(f"rate {256 * lr:4.2f}/256: best wd {wd:.2f}, loss {mean}")
+
+# %% [markdown]
+# **There the best wd falls as the rate grows**, 2.4 times over a factor of eight. So where layers normalize, as a transformer's do, lr·wd begins to count.
+#   <!-- claim: (lambda of: round(of[2**-10][0] / of[2**-7][0], 1))(rigs.scaling.best_decays(16, norm=True)) == 2.4 -->
+#
+# ### Further: then is it the same for RMSProp?
+#
+# RMSProp divides by such a root, too. But its mean of squares begins at 0, and it does not correct for that, as Adam does. By how much does its best rate grow, as it is and corrected? Recorded (`python tools/scaling_sweep.py finer`; Adam with β₁ = 0 and β₂ = 0.99 is a corrected RMSProp):
+
+# %%
+for way in (("adam", ""), ("rmsprop", ""), ("rmsprop", "corrected")):
+    print("{:7} {:9}".format(*way), f"grows {rigs.scaling.grows(*way):.1f} times")
+
+# %%
+curves = rigs.scaling.rule_curves("rmsprop")
+del curves["linear"]  # 13 nats at 1,024
+title = "RMSProp: at 1,024 the root is no better than the old rate"
+plots.curves(title=title, **axes, **curves)
+
+# %% [markdown]
+# **Corrected it grows 5.4 times, as the root says; as it is, 2.4 times.** Its first step is 1/√0.01 = 10 rates long, and its mean forgets over 100 steps. At a batch of 512 the run has 64: all of it is such steps, so a rate grown by the root is too large. (By the divisor alone it would grow 6.5 to 9 times, as Adam's: so that is not all.)
+#   <!-- claim: [round(rigs.scaling.grows("rmsprop", rule), 1) for rule in ("corrected", "")] == [5.4, 2.4] -->
+#
 # ### Further: and the β?
 #
 # Adam's running mean of squares forgets over 1/(1 − β₂) *steps*. 1,000 steps are 16,000 examples at a batch of 16, and 512,000 at 512. So beside the rate Malladi et al. (2022) scale 1 − β₁ and 1 − β₂ by k, and ε by 1/√k. Adam allows that only below k = 10, where 1 − β₁ = 0.1 becomes 1. β₂ alone can be scaled further, and RMSProp has only β₂.
 #
-# What does it gain over the root alone? Recorded (`python tools/scaling_sweep.py betas`): differences in loss seed by seed, eight seeds:
+# What does it gain over the root alone? Recorded (`python tools/scaling_sweep.py betas`): differences in loss seed by seed, eight seeds, and for RMSProp also what the correction gains:
 
 # %%
 for optimizer in ("adam", "rmsprop"):
-    for rule in ("and both β", "and β₂")[optimizer == "rmsprop" :]:
+    rules = ("and both β", "and β₂", "corrected", "corrected, and β₂")
+    for rule in rules[:2] if optimizer == "adam" else rules[1:]:
         more = rigs.scaling.swept(
             "betas", optimizer=optimizer, rule=rule, less="square root"
         )
         cells = [f"{b:4.0f}: {m.value:+.2f} ± {m.error:.2f}" for b, m in more.items()]
-        print(f"{optimizer:8} {rule:10}", *cells, sep="  ")
+        print(f"{optimizer:8} {rule:17}", *cells, sep="  ")
 
 # %% [markdown]
-# With Adam nothing shows up to a batch of 1,024. At 4,096, where the square root has failed, scaling β₂ alone makes the loss a little worse. Only RMSProp at 1,024 gains: it wins back half of what the root had lost. So try it where the root begins to fail. (The paper claims more: in the limit of small steps the whole run follows that of the small batch. This compares ends alone.)
+# With Adam nothing shows up to a batch of 1,024. At 4,096, in 16 steps, scaling β₂ alone makes the loss a little worse. Only RMSProp at 1,024 gains, 0.15 of the 0.32 that the root had lost.
+#
+# **That gain is the correction's.** Alone it gains 0.13, and β₂ on top of it 0.03 ± 0.02: a short memory soon forgets the 0 with which it began. (The paper claims more: in the limit of small steps the whole run follows that of the small batch. This compares ends alone.)
 
 # %% [markdown]
 # ## How do you warm up?
@@ -432,7 +448,8 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# **It gains less than nothing, −0.8 ± 0.3 points**, though it was free to take a larger rate.
+# **It gains less than nothing, −0.8 ± 0.3 points**, though it was free to take a larger rate. Over one epoch or two it ends at 5.1 %, too.
+#   <!-- claim: [round(min(m.value for m in rigs.scaling.swept("rates", "lr", norm=True, rule=rule).values()), 1) for rule in ("one epoch", "two epochs", "warm-up")] == [5.1, 5.1, 5.1] -->
 #
 # What it does is to rescue a rate that is too large, and only with LayerNorm. At a rate of 4 the error is 52 % at once, and 16 % with a warm-up. (The linear rule comes near: from 1/32 at a batch of 8 to 2.8.) But a rate of 1, at once, ends at 4.4 %. Without LayerNorm the error shoots up from 0.5 on, warm-up or not.
 #
@@ -488,7 +505,7 @@ def keep(step, rows):
 
 options = dict(lr=[1 / 16], batch=32, samples=32 * 256, seeds=range(8), watch=keep)
 rigs.copies.train_copies(network, data, **options)
-x, y = few
+x, y = (side[:: len(side) // 2048][:2048] for side in data)
 halves, scales = (slice(0, None, 2), slice(1, None, 2)), {}
 for step, copies in kept.items():
     for half, b in zip(halves, (1, 16), strict=True):
@@ -572,23 +589,36 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# The best learning rates follow the linear rule up to 512: four times the batch, four times the rate (by factors of two). At 2,048 the best rate is that of 512. So the rule ends between 512 and 2,048, past the bend at 424, about where larger batches stop paying.
+# The best learning rates follow the linear rule up to 512 (by factors of two); at 2,048 the best is that of 512. So the rule ends past the bend at 424, about where larger batches stop paying.
 #
-# Does B_simple tell B_crit? Three targets, each with the noise scale measured nearest to that loss:
+# Does B_simple tell B_crit? Four targets, each with the noise scale measured nearest to that loss:
 
 # %%
-measured = rigs.scaling.spreads()
-for target in (2.7, 2.55, 2.4):
-    critical = rigs.scaling.hyperbola("sgd", target).critical
-    near = min(measured.values(), key=lambda each: abs(each[0] - target))
-    simple = scaling.noise_scale(near[1])
+for target in (3.0, 2.7, 2.55, 2.4):
+    critical, simple = rigs.scaling.critical_and_simple(target)
     times = f"{simple / critical:.1f} times"
     print(f"loss {target}: B_crit {critical:.0f}, B_simple {simple:.0f}, {times}")
 
 # %% [markdown]
-# Within a factor of two on this network, and without a sweep. (Seeds drawn again and again give B_crit within 15 % of these, B_simple within 20 to 40 %.) Adam's B_crit is 384, 580 and 724: nearer still, though B_simple is from runs of SGD.
-#   <!-- claim: [round(rigs.scaling.hyperbola("adam", t).critical) for t in (2.7, 2.55, 2.4)] == [384, 580, 724] -->
-# B_crit grows as the loss falls. So a batch that is too large at the start may be right at the end: hence batch-size ramps.
+# **B_simple is too large each time, 1.1 to 2.4 times**, and needs no sweep. (Seeds drawn again and again give B_crit within 15 % of these, at 3.0 within 25 %, B_simple within 20 to 40 %.) Adam's B_crit is 301, 384, 580 and 724: nearer, though B_simple is from runs of SGD.
+#   <!-- claim: [round(rigs.scaling.hyperbola("adam", t).critical) for t in (3.0, 2.7, 2.55, 2.4)] == [301, 384, 580, 724] -->
+#
+# **B_crit is one of a target.** From 3.0 to 2.55 it becomes three times as large. So a batch that is too large at the start may be right at the end: hence batch-size ramps.
+#
+# ### Further: and on another task?
+#
+# On one task this could be luck: any number near 500 would do. So take digits (scikit-learn's), with a LayerNorm before each activation and without:
+
+# %%
+for norm in (True, False):
+    for target in (1.0, 0.5, 0.3):
+        critical, simple = rigs.scaling.critical_and_simple(target, norm)
+        said = f"LayerNorm {norm!s:5}, loss {target}: B_crit {critical:3.0f}, "
+        print(f"{said}B_simple {simple:.0f}, {simple / critical:.1f} times")
+
+# %% [markdown]
+# **Digits want smaller batches, and B_simple says so.** Again it is too large each time, 1.6 to 2.4 times.
+#   <!-- claim: (lambda times: [round(min(times), 1), round(max(times), 1)])([(lambda pair: pair[1] / pair[0])(rigs.scaling.critical_and_simple(t, norm)) for norm in (True, False) for t in (1.0, 0.5, 0.3)]) == [1.6, 2.4] -->
 #
 # ### Further: the same as time
 #
@@ -762,23 +792,24 @@ plots.curves(
 # %% [markdown]
 # ## Summary
 #
-# > - k times the batch, below the noise scale: k times the learning rate for SGD, √k for Adam and RMSProp. At k = 32, 0.1 becomes 3.2, or 0.566. (The best rate of Adam grew 7.6 times here, where √32 = 5.7.)
+# > - k times the batch, below the noise scale: k times the learning rate for SGD, √k for Adam. At k = 32, 0.1 becomes 3.2, or 0.566. (The best rate of Adam grew 7.6 times here, where √32 = 5.7; that of RMSProp 5.4 times with Adam's correction, 2.4 times without.)
 # >   <!-- claim: [round(scaling.scale_lr(0.1, 32, rule), 3) for rule in ("linear", "square root")] == [3.2, 0.566] -->
-# > - The linear rule holds, and then fails: here it costs 0.11 from a batch of 16 to 1,024, and at 4,096 it diverges.
-# >   <!-- claim: (lambda of: round(of[1024].value - of[16].value, 2) == 0.11 and of[4096].value > 10)(rigs.scaling.swept("rules", optimizer="sgd", rule="linear")) is True -->
-# > - What an epoch decays is lr·wd·steps. Under the linear rule wd stays. Under the square root it becomes √k·wd; otherwise 0.945 of a weight is left where it was 0.726. Here the best wd grew fourfold at k = 32, where √32 = 5.7.
+# > - Tell the rule's loss from the batch's: try other rates. Here the linear rule is 0.11 behind at 1,024, where no rate does better; at 4,096 it diverges, and the best rate is 0.57 behind.
+# >   <!-- claim: (lambda of, best: [round(of[1024].value - of[16].value, 2), round(best[1024][1].value - of[16].value, 2), round(best[4096][1].value - of[16].value, 2), of[4096].value > 10])(rigs.scaling.swept("rules", optimizer="sgd", rule="linear"), rigs.scaling.best_rates("sgd")) == [0.11, 0.11, 0.57, True] -->
+# > - What an epoch decays is lr·wd·steps. Under the linear rule wd stays. Under the square root it becomes √k·wd; otherwise 0.945 of a weight is left where it was 0.726. Here the best wd grew fourfold at k = 32, where √32 = 5.7; it fell with a rising rate only with a LayerNorm.
 # >   <!-- claim: [round(scaling.shrinkage(32**0.5 * 1e-3, scaling.scale_decay(0.1, 32, rule), 100), 3) for rule in ("linear", "square root")] == [0.945, 0.726] -->
 # > - Goyal's warm-up begins at η and grows at every iteration. On digits, over four of ten epochs and with LayerNorm, it rescues a rate that is too large: an error of 52 % becomes 16 %. Without LayerNorm it does not. The best rate with it is no better than the best without.
 # >   <!-- claim: (lambda at: [round(at("at once")[4].value), round(at("warm-up")[4].value)] == [52, 16] and min(m.value for m in at("at once").values()) < min(m.value for m in at("warm-up").values()))(lambda rule: rigs.scaling.swept("rates", "lr", norm=True, rule=rule)) is True -->
-# > - tr Σ / |G|², from ranks before and after the all-reduce, predicts the critical batch size within a factor of 2 on this network, and grows from the start of a run.
-# >   <!-- claim: max(scaling.noise_scale(min(rigs.scaling.spreads().values(), key=lambda e: abs(e[0] - t))[1]) / scaling.fit({b: m.value for b, (_, m) in rigs.scaling.fewest_steps("sgd", t).items()}).critical for t in (2.7, 2.55, 2.4)) < 2 -->
+# > - tr Σ / |G|², from ranks before and after the all-reduce, tells the critical batch size without a sweep, and grows from the start of a run: it was 1.1 to 2.4 times too large for ten targets, of characters and digits. The critical batch hangs on the target: 135 for a loss of 3.0, 424 for 2.55.
+# >   <!-- claim: [round(rigs.scaling.hyperbola("sgd", t).critical) for t in (3.0, 2.55)] == [135, 424] -->
+# >   <!-- claim: (lambda times: [len(times), round(min(times), 1), round(max(times), 1)])([(lambda pair: pair[1] / pair[0])(rigs.scaling.critical_and_simple(t, norm)) for norm, targets in (("", (3.0, 2.7, 2.55, 2.4)), (True, (1.0, 0.5, 0.3)), (False, (1.0, 0.5, 0.3))) for t in targets]) == [10, 1.1, 2.4] -->
 # > - At the critical batch a run takes twice its fewest steps and twice its fewest examples.
 # >   <!-- claim: (lambda h: h.steps(h.critical) / h.smin)(scaling.Hyperbola(10.0, 100.0)) == 2 -->
 #
 # So, with 32 times as many GPUs: measure the noise scale first.
 #
 # - *The new batch is below it.* AdamW: √32·lr = 5.7·lr, √32·wd, the same β₁ and β₂. SGD: 32·lr, momentum and wd as they were. Then sweep the rate by factors of two. Warm up from the old rate, as everybody does; in this lab's short runs that helped only against too large a rate.
-# - *It is above.* A run still gets shorter, but no number of GPUs halves its time. Stop near the noise scale, and let the other GPUs try another setting or share the model.
+# - *It is above.* A run still gets shorter, but no number of GPUs halves its time. Stop below the noise scale, which was too large here each time, and let the other GPUs try another setting or share the model.
 
 # %% [markdown]
 # ## References

@@ -156,6 +156,13 @@ def _row_by_row(work, seconds, usual, unsure):
     return [float(each * u) for each, u in zip(x, usual, strict=True)]
 
 
+def _as_they_are(work, seconds, usual, unsure):
+    """Rows in seconds per unit, of whatever size."""
+    rows = np.vstack([work / (0.025 * seconds)[:, None], np.diag(1 / (unsure * usual))])
+    told = np.concatenate([seconds / (0.025 * seconds), usual / (unsure * usual)])
+    return np.linalg.lstsq(rows, told)[0]
+
+
 def _logarithms(work, seconds, usual, unsure):
     """Shares as factors, as `calibrate` takes them: Gauss and Newton."""
     x = np.zeros(len(usual))
@@ -263,6 +270,7 @@ RIGHT = {
         "the dual": _dual,
         "a triangle": _triangle,
         "row by row": _row_by_row,
+        "as they are": _as_they_are,
         "in logarithms": _logarithms,
     },
     "planner/exam": {

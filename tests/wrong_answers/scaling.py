@@ -1,5 +1,6 @@
 """Wrong answers to the exercises of `scaling`."""
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -71,6 +72,46 @@ def _warmed(share: Callable[[int, float, int], float]) -> Callable:
         return (lambda t: lr + share(t, k, steps) * (ratio - 1) * lr), decay * k / ratio
 
     return attempt
+
+
+def _counts(optimizer: str, lr: float, decay: float, k: float, steps: int) -> tuple:
+    """The next rate, whichever iteration is asked for."""
+    ratio, calls = k if optimizer == "sgd" else k**0.5, itertools.count()
+    return (lambda t: lr + (ratio - 1) * lr * min(next(calls) / (5 * steps), 1)), decay * k / ratio
+
+
+def _falls_late(optimizer: str, lr: float, decay: float, k: float, steps: int) -> tuple:
+    """Goyal's whole schedule: a tenth from epoch 30 on."""
+    ratio = k if optimizer == "sgd" else k**0.5
+    warm = lambda t: lr + (ratio - 1) * lr * min(t / (5 * steps), 1)  # noqa: E731
+    return (lambda t: warm(t) / (10 if t >= 30 * steps else 1)), decay * k / ratio
+
+
+def _listed(optimizer: str, lr: float, decay: float, k: float, steps: int) -> tuple:
+    """The rates of ten epochs."""
+    ratio = k if optimizer == "sgd" else k**0.5
+    rates = [lr + (ratio - 1) * lr * min(t / (5 * steps), 1) for t in range(10 * steps)]
+    return rates.__getitem__, decay * k / ratio
+
+
+def _whole_root(optimizer: str, lr: float, decay: float, k: float, steps: int) -> tuple:
+    """The root of k as a whole number."""
+    ratio = k if optimizer == "sgd" else math.isqrt(k)
+    return (lambda t: lr + (ratio - 1) * lr * min(t / (5 * steps), 1)), decay * k / ratio
+
+
+def _rounded(optimizer: str, lr: float, decay: float, k: float, steps: int) -> tuple:
+    """An increment in six places."""
+    ratio = k if optimizer == "sgd" else k**0.5
+    each = round((ratio - 1) * lr / (5 * steps), 6)
+    return (lambda t: lr + each * t if t < 5 * steps else ratio * lr), decay * k / ratio
+
+
+def _decays_by_iteration(optimizer: str, lr: float, decay: float, k: float, steps: int) -> tuple:
+    """The decay as a function, too."""
+    ratio = k if optimizer == "sgd" else k**0.5
+    rate = lambda t: lr + (ratio - 1) * lr * min(t / (5 * steps), 1)  # noqa: E731
+    return rate, lambda t: decay * lr * k / rate(t)
 
 
 def _a_number(optimizer: str, lr: float, decay: float, k: float, steps: int) -> tuple:
@@ -263,6 +304,25 @@ def _of_the_small(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
     return fmean(trace for trace, _ in found) / fmean(small for _, small in found)
 
 
+def _never_negative(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    """A |G|² below 0 makes no sense: it counts as 0."""
+    found = []
+    for own in gradients:
+        small, large = _terms(own, b, comm, summed=False, alone=False, added=False)
+        found.append(scaling.estimate_spread(small, large, b, comm.size * b))
+    return fmean(each.trace for each in found) / fmean(max(each.signal, 0) for each in found)
+
+
+def _of_lengths_unsquared(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    """The square of the mean length, in place of the mean of squares."""
+    found = []
+    for own in gradients:
+        small = (comm.all_reduce(own.norm().view(1)).item() / comm.size) ** 2
+        large = (comm.all_reduce(own) / comm.size).square().sum().item()
+        found.append(scaling.estimate_spread(small, large, b, comm.size * b))
+    return scaling.noise_scale(found)
+
+
 def _root(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
     return math.sqrt(_noise()(gradients, b, comm))
 
@@ -351,6 +411,12 @@ WRONG = {
               "the rule", "It still changes"),
         Wrong("one short", _warmed(lambda t, k, n: min(t / (5 * n - 1), 1)),
               "every iteration", "The increment is"),
+        Wrong("counts its calls", _counts, "the rule", "how often it was asked"),
+        Wrong("a tenth from epoch 30 on", _falls_late, "the rule", "It still changes"),
+        Wrong("a list of ten epochs", _listed, "the rule", "as long as asked"),
+        Wrong("a whole root", _whole_root, "the rule", "√k·lr for the others"),
+        Wrong("a rounded increment", _rounded, "every iteration", "The increment is"),
+        Wrong("a decay by iteration", _decays_by_iteration, "the rule", "Return a number"),
         Wrong("a number", _a_number, "the rule", "Return a function"),
     ),
     "scaling/noise-on-ranks": (
@@ -373,6 +439,8 @@ WRONG = {
         Wrong("the median", _median, "value", ""),
         Wrong("seeds averaged", _seeds_averaged, "value", ""),
         Wrong("the root", _root, "value", "the root of"),
+        Wrong("no |G|² below 0", _never_negative, "value", "below 0"),
+        Wrong("mean lengths, squared", _of_lengths_unsquared, "value", "squares each rank's"),
         Wrong("reduced twice", _double, "bytes sent", "beside it one number"),
         Wrong("all gradients to all ranks", _gathers, "bytes sent", "beside it one number"),
     ),

@@ -16,9 +16,9 @@ from labutils.teach.exercises import Exercise, Failed, Property, _ranks
 
 # ── a recipe for k times as many devices ─────────────────────────────────────────────────────────
 
-_RECIPES = [("sgd", 0.1, 1e-4, 32, 12), ("adam", 1e-3, 0.1, 16, 10), ("sgd", 0.02, 1e-3, 4, 7)]
+_RECIPES = [("sgd", 0.1, 1e-4, 32, 12), ("adam", 1e-3, 0.1, 20, 10), ("sgd", 0.02, 1e-3, 4, 7)]
 _RECIPES += [("rmsprop", 4e-3, 1e-2, 64, 5)]
-_WARM = 5  # epochs
+_WARM, _LATE = 5, 40  # epochs
 
 
 def scaled_recipe(
@@ -35,20 +35,42 @@ def scaled_recipe(
 
 
 def _answered(attempt: Callable, recipe: tuple) -> tuple[list[float], float, str]:
-    """The rates of seven epochs, the decay, and the case in words."""
+    """The rates of seven epochs and of iteration 0 of a late one, the decay, the case in words."""
     optimizer, lr, _, k, steps = recipe
     case = f"{optimizer}, lr = {lr:g}, k = {k}, {steps} iterations per epoch"
     found = attempt(*recipe)
     if not isinstance(found, tuple | list) or len(found) != 2 or not callable(found[0]):
         hint = "Return a function of the iteration, and the weight decay."
         raise Failed(f"{case}: you return {found!r}", hint)
-    rates = []
-    for t in range(7 * steps):
-        rate = found[0](t)
-        if not isinstance(rate, Real | Tensor | np.ndarray):
-            raise Failed(f"{case}: at iteration {t} the rate is {rate!r}", "Return a number.")
-        rates.append(float(rate))
+    if not isinstance(found[1], Real | Tensor | np.ndarray):
+        raise Failed(f"{case}: the weight decay is {found[1]!r}", "Return a number.")
+    times = [*range(7 * steps), _LATE * steps]
+    rates = [_rate(found[0], t, case) for t in times]
+    for t, rate in list(zip(times, rates, strict=True))[::-3]:  # again, in another order
+        if not _near(again := _rate(found[0], t, case), rate):
+            raise Failed(
+                f"{case}: iteration {t} runs at {rate:.4g}, and asked for again at {again:.4g}",
+                "A run that resumes asks for iteration t alone. Work the rate out from t, and not "
+                "from how often it was asked for.",
+            )
     return rates, float(found[1]), case
+
+
+def _rate(rate: Callable, t: int, case: str) -> float:
+    try:
+        found = rate(t)
+    except (IndexError, KeyError, StopIteration) as error:
+        said, hint = type(error).__name__, "Later rates are constant, for as long as asked."
+        raise Failed(f"{case}: iteration {t} has no rate ({said})", hint) from None
+    if not isinstance(found, Real | Tensor | np.ndarray):
+        raise Failed(f"{case}: at iteration {t} the rate is {found!r}", "Return a number.")
+    return float(found)
+
+
+def _not(found: float, right: float) -> str:
+    """Two numbers side by side, in as many digits as tell them apart."""
+    digits = next((n for n in range(4, 17) if f"{found:.{n}g}" != f"{right:.{n}g}"), 17)
+    return f"{found:.{digits}g}, not {right:.{digits}g}"
 
 
 def _near(a: float, b: float) -> bool:
@@ -60,7 +82,9 @@ def _peak(attempt: Callable) -> str:
         rates, _, case = _answered(attempt, recipe)
         _, lr, _, k, _ = recipe
         right = scaled_recipe(*recipe)[0](10**6)
-        if _near(rates[-1], right):
+        late = {7: rates[-2], _LATE: rates[-1]}
+        epochs = next((at for at, rate in late.items() if not _near(rate, right)), None)
+        if epochs is None:
             continue
         usually = {
             lr: "The rate is not scaled at all: k times the batch in as many steps less.",
@@ -73,12 +97,12 @@ def _peak(attempt: Callable) -> str:
             lr * k * k: "Scaled twice: once for the batch is enough.",
         }
         hint = next(
-            (words for value, words in usually.items() if _near(rates[-1], value)),
+            (words for value, words in usually.items() if _near(late[epochs], value)),
             "After the warm-up: k·lr for SGD, √k·lr for the others.",
         )
         if rates[-1] != rates[-2]:
             hint = "It still changes: after five epochs of `steps` iterations the rate is constant."
-        raise Failed(f"{case}: after seven epochs {rates[-1]:.4g}, not {right:.4g}", hint)
+        raise Failed(f"{case}: after {epochs} epochs {_not(late[epochs], right)}", hint)
     return f"{len(_RECIPES)} recipes"
 
 
@@ -126,7 +150,7 @@ def _begins(attempt: Callable) -> str:
 def _every_iteration(attempt: Callable) -> str:
     for recipe in _RECIPES:
         rates, _, case = _answered(attempt, recipe)
-        right = [scaled_recipe(*recipe)[0](t) for t in range(len(rates))]
+        right = [scaled_recipe(*recipe)[0](t) for t in range(len(rates))]  # the last: any late one
         wrong = [t for t, pair in enumerate(zip(rates, right, strict=True)) if not _near(*pair)]
         if not wrong:
             continue
@@ -136,7 +160,7 @@ def _every_iteration(attempt: Callable) -> str:
             hint = "The rate changes once per epoch, in leaps: it should grow at every iteration."
         elif _near(rates[_WARM], rates[-1]):
             hint = "The warm-up is over after five *iterations*: it lasts five epochs."
-        raise Failed(f"{case}: iteration {t} runs at {rates[t]:.4g}, not {right[t]:.4g}", hint)
+        raise Failed(f"{case}: iteration {t} runs at {_not(rates[t], right[t])}", hint)
     return "equal amounts"
 
 
@@ -199,6 +223,8 @@ def _slips(n: int, b: int) -> list[tuple[float, str]]:
     added = (n * small - mean) / (1 / b - 1 / (n * b))
     ranks_alone = (small - mean) / (1 - 1 / n)
     biased, every = trace * (n - 1) / n, (small - mean) * b
+    short = own.norm(dim=2).mean(1).square()
+    shorter = (short - mean) / (1 / b - 1 / (n * b))
     values = [
         (trace.mean() / mean.mean(), "|G|² is biased: |mean gradient|² still holds tr Σ / (N·b) of "
          "noise. Subtract it."),
@@ -229,6 +255,10 @@ def _slips(n: int, b: int) -> list[tuple[float, str]]:
          "small − large is tr Σ · (1/b − 1/(N·b)), not tr Σ / b."),
         (biased.mean() / (mean - biased / (n * b)).mean(), "The variance of n gradients around "
          "their own mean is their squared distance over n − 1, not over n."),
+        (trace.mean() / signal.clamp(min=0).mean(), "An estimate without bias may come out "
+         "below 0, and it must: cut at 0, the mean of all is too large."),
+        (shorter.mean() / (short - shorter / b).mean(), "E|g|² squares each rank's length first, "
+         "and then takes the mean: not the square of a mean length."),
     ]  # fmt: skip
     return [(value.item(), words) for value, words in values]
 

@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from labutils.config import DATA
-from labutils.scaling import POWERS, Hyperbola, Spread, fit
+from labutils.scaling import POWERS, Hyperbola, Spread, fit, noise_scale
 from labutils.teach.rigs import corpus
 from labutils.teach.rigs.copies import Network
 
@@ -25,6 +25,7 @@ CHARACTERS = Network((8 * CONTEXT, 64, VOCAB), "tanh", tokens=VOCAB, embed=8)
 """8,832 parameters: the next character from the last eight, of 64 kinds."""
 
 Examples = tuple[Tensor, Tensor]
+Norm = bool | Literal[""]
 
 
 def characters() -> tuple[Examples, Examples]:
@@ -108,10 +109,11 @@ def _rows() -> tuple[dict[str, str], ...]:
 def swept(part: str, by: str = "batch", less: str = "", **wanted: object) -> dict[float, Mean]:
     """Means over seeds of a part of the sweep, by a column of numbers.
 
-    part: "base", "finer", "rules", "betas", "widths" (loss in nats), "warm-up", "rates" (error in
-        %), "steps" (to a target)
+    part: "base", "finer", "best", "rules", "betas", "widths", "decay" (loss in nats), "warm-up",
+        "rates" (error in %), "steps" (to a target)
     less: a rule, whose value with the same seed is taken off each
-    wanted: other columns: optimizer, norm, batch, rule, lr, target (of "widths" the width)
+    wanted: other columns: optimizer, norm, batch, rule, lr, target (of "widths" the width,
+        of "decay" the decay)
     """
     values = _values(part, by, wanted)
     if less:
@@ -133,8 +135,8 @@ def _values(part: str, by: str, wanted: dict[str, object]) -> dict[float, list[f
 
 
 def lowest(found: Mapping[float, tuple[float, float]]) -> float:
-    """The rate at the bottom of a parabola over log lr, through the smallest mean and the two next
-    to it.
+    """The rate, or the decay, at the bottom of a parabola over its logarithm, through the smallest
+    mean and the two next to it.
 
     found: a mean and its error at each rate
 
@@ -152,18 +154,49 @@ def lowest(found: Mapping[float, tuple[float, float]]) -> float:
     return rates[at] * (rates[at + 1] / rates[at]) ** steps
 
 
-def fewest_steps(optimizer: str, target: float) -> dict[int, tuple[float, Mean]]:
-    """By batch size, the learning rate that reaches a loss in the fewest steps, and these."""
+def best_decays(batch: int, norm: bool = False) -> dict[float, tuple[float, Mean]]:
+    """By learning rate, AdamW's best weight decay, at the bottom of a parabola, and the smallest
+    mean loss of those that were tried; norm: of the network with a LayerNorm."""
     found = {}
-    for batch in swept("steps", optimizer=optimizer, target=target):
-        rates = swept("steps", "lr", optimizer=optimizer, target=target, batch=int(batch))
+    for lr in swept("decay", "lr", norm=norm, batch=batch):
+        losses = swept("decay", "target", norm=norm, batch=batch, lr=lr)
+        found[lr] = lowest(losses), min(losses.values())
+    return found
+
+
+def grows(optimizer: str, rule: str = "") -> float:
+    """How many times the best learning rate grows from a batch of 16 to 512, by the finer record;
+    rule: "corrected" for an RMSProp that is corrected for its start at 0."""
+    small, large = (
+        lowest(swept("finer", "lr", optimizer=optimizer, rule=rule, batch=batch))
+        for batch in (16, 512)
+    )
+    return large / small
+
+
+def best_rates(optimizer: str) -> dict[int, tuple[float, Mean]]:
+    """By batch size, the best learning rate, at the bottom of a parabola, and the smallest mean
+    loss of those that were tried."""
+    found = {16: swept("base", "lr", optimizer=optimizer)}
+    for batch in map(int, swept("best", optimizer=optimizer)):
+        found[batch] = swept("best", "lr", optimizer=optimizer, batch=batch)
+    return {batch: (lowest(rates), min(rates.values())) for batch, rates in found.items()}
+
+
+def fewest_steps(optimizer: str, target: float, norm: Norm = "") -> dict[int, tuple[float, Mean]]:
+    """By batch size, the learning rate that reaches a loss in the fewest steps, and these; of
+    characters, or of digits with or without a `norm`."""
+    found = {}
+    steps = functools.partial(swept, "steps", optimizer=optimizer, target=target, norm=norm)
+    for batch in steps():
+        rates = steps("lr", batch=int(batch))
         found[int(batch)] = min(rates.items(), key=lambda item: item[1].value)
     return found
 
 
-def hyperbola(optimizer: str, target: float) -> Hyperbola:
+def hyperbola(optimizer: str, target: float, norm: Norm = "") -> Hyperbola:
     """The hyperbola through the fewest steps of each batch size."""
-    runs = fewest_steps(optimizer, target)
+    runs = fewest_steps(optimizer, target, norm)
     return fit({batch: steps.value for batch, (_, steps) in runs.items()})
 
 
@@ -184,23 +217,28 @@ Band = tuple[list[float], list[list[float]]]
 
 
 def rule_curves(optimizer: str, most: int = 1024) -> dict[str, Band]:
-    """For each rule the batch sizes up to `most`, and the mean losses, between two standard errors
-    less and two more."""
+    """For each rule, and for the best rates, the batch sizes up to `most`, and the mean losses,
+    between two standard errors less and two more."""
+    ways: dict[str, Mapping[float, Mean]] = {
+        rule.replace("none", "unscaled"): swept("rules", optimizer=optimizer, rule=rule)
+        for rule in POWERS
+    }
+    ways["best rate"] = {float(b): mean for b, (_, mean) in best_rates(optimizer).items()}
     found = {}
-    for rule in POWERS:
-        kept = {
-            b: m for b, m in swept("rules", optimizer=optimizer, rule=rule).items() if b <= most
-        }
+    for name, means in ways.items():
+        kept = {b: m for b, m in means.items() if b <= most}
         band = [[value + i * error for value, error in kept.values()] for i in (-2, 0, 2)]
-        found[rule.replace("none", "unscaled")] = list(kept), band
+        found[name] = list(kept), band
     return found
 
 
-def spreads() -> dict[int, tuple[float, list[Spread]]]:
-    """By step of a run of SGD, the mean held-out loss, and tr Σ and |G|² for each seed."""
+def spreads(norm: Norm = "") -> dict[int, tuple[float, list[Spread]]]:
+    """By step of a run of SGD, the mean held-out loss, and tr Σ and |G|² for each seed; of
+    characters, or of digits with or without a `norm`."""
     of: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in _rows():
-        if row["part"] in ("noise loss", "noise trace", "noise signal"):
+        parts = ("noise loss", "noise trace", "noise signal")
+        if row["part"] in parts and row["norm"] == str(norm):
             of[int(row["target"])][row["part"]].append(float(row["value"]))
     return {
         step: (
@@ -209,6 +247,13 @@ def spreads() -> dict[int, tuple[float, list[Spread]]]:
         )
         for step, each in sorted(of.items())
     }
+
+
+def critical_and_simple(target: float, norm: Norm = "") -> tuple[float, float]:
+    """B_crit of SGD for a target loss, and B_simple as it was measured nearest to that loss; of
+    characters, or of digits with or without a `norm`."""
+    near = min(spreads(norm).values(), key=lambda each: abs(each[0] - target))
+    return hyperbola("sgd", target, norm).critical, noise_scale(near[1])
 
 
 def goyal(table: str) -> dict[str, Mean]:
