@@ -1,8 +1,8 @@
 """What is too long for a cell of lab 15b: training a GPT of width 512 that meets an outlier, and
-gradients in NVFP4, averaged over many batches. Writes labutils/data/fp8_outlier.csv and
-fp8_averaged.csv, whose first line says how they were made.
+gradients in NVFP4, averaged over many batches and over more. Writes labutils/data/fp8_outlier.csv,
+fp8_averaged.csv and fp8_longer.csv, whose first line says how they were made.
 
-    python tools/fp8_sweep.py            both, some minutes
+    python tools/fp8_sweep.py            all three, some minutes
     python tools/fp8_sweep.py outlier    the first alone
 """
 
@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from labutils import floats, quantization
+from labutils import floats, precision, quantization
 from labutils.config import DATA
 from labutils.quantization import F8_E4M3, SCHEMES, Scheme
 from labutils.teach import rigs
@@ -45,6 +46,7 @@ ROUNDED: dict[str, dict[str, Any]] = {  # to the nearest number but for what is 
     "inputs of the first, stochastic": dict(operands=INPUTS, drawn=INPUTS),
     "inputs of the others": dict(operands=INPUTS),
 }
+LONG = [64, 256]
 FIRST = {f"blocks.0.attention.{each}" for each in ("query", "key", "value")}  # read embeddings
 
 
@@ -85,10 +87,49 @@ def averaged() -> Iterator[dict[str, Any]]:
                 yield dict(rounded=name, batches=count, seed=seed, error=f"{off:.4f}")
 
 
+class _ExactScales(quantization.BlockLinear):
+    """A layer of NVFP4 whose blocks have scales of full precision: the largest number of a block is
+    6 then, and clipped nowhere."""
+
+    def rounded(self, x: Tensor, operand: str) -> Tensor:
+        if operand not in self.operands:
+            return x
+        blocks = x.unflatten(-1, (-1, floats.NVFP4.block_size))
+        scale = blocks.abs().amax(-1, keepdim=True) / floats.E2M1.max
+        scale = scale.where(scale > 0, 1.0)
+        how: dict[str, Any] = dict(mode="stochastic", generator=self.generator)
+        near = precision.round_to(blocks / scale, floats.E2M1, overflow="saturate", **how)
+        return (near.to(x) * scale).flatten(-2)
+
+
+def longer() -> Iterator[dict[str, Any]]:
+    """The error of `averaged` over more batches, where gradients alone are rounded to NVFP4: to the
+    nearest number, stochastically, and stochastically with scales that are not rounded to e4m3."""
+    for seed in SEEDS:
+        exact, batches = rigs.fp8.reader(), rigs.fp8.excerpts(100 + seed)
+        twins = {"": exact}
+        for name in ("nearest", "stochastic", "stochastic, exact scales"):
+            draw = None if name == "nearest" else torch.Generator().manual_seed(seed)
+            twin = twins[name] = copy.deepcopy(exact)
+            quantization.use_blocks(twin, floats.NVFP4, generator=draw, operands=GRADIENTS)
+            for layer in twin.modules() if name.endswith("exact scales") else ():
+                if isinstance(layer, quantization.BlockLinear):
+                    layer.__class__ = _ExactScales
+        sums = dict.fromkeys(twins, torch.zeros(()).double())
+        for count in range(1, LONG[-1] + 1):
+            batch = next(batches)
+            for name, twin in twins.items():
+                found = rigs.fp8.matrix_gradients(twin, batch)
+                sums[name] = sums[name] + torch.cat([each.flatten() for each in found])
+            for name in [*twins][1:] if count in LONG else ():
+                off = ((sums[name] - sums[""]).norm() / sums[""].norm()).item()
+                yield dict(rounded=name, batches=count, seed=seed, error=f"{off:.4f}")
+
+
 def main(names: list[str]) -> None:
-    """Run both parts, or those of these names, and write their files."""
+    """Run all parts, or those of these names, and write their files."""
     torch.set_num_threads(1)
-    for part in (outlier, averaged):
+    for part in (outlier, averaged, longer):
         if names and part.__name__ not in names:
             continue
         rows = list(part())
