@@ -87,41 +87,52 @@ def averaged() -> Iterator[dict[str, Any]]:
                 yield dict(rounded=name, batches=count, seed=seed, error=f"{off:.4f}")
 
 
-class _ExactScales(quantization.BlockLinear):
-    """A layer of NVFP4 whose blocks have scales of full precision: the largest number of a block is
-    6 then, and clipped nowhere."""
+class _OtherScales(quantization.BlockLinear):
+    """A layer of NVFP4 whose scales clip nothing: those of full precision, or rounded up to e4m3
+    where NVFP4 takes the nearest."""
+
+    up = False
 
     def rounded(self, x: Tensor, operand: str) -> Tensor:
         if operand not in self.operands:
             return x
         blocks = x.unflatten(-1, (-1, floats.NVFP4.block_size))
         scale = blocks.abs().amax(-1, keepdim=True) / floats.E2M1.max
+        if self.up:
+            whole = scale.max() / floats.E4M3.max
+            near = precision.round_to(scale / whole, floats.E4M3, overflow="saturate")
+            above = near.to(F8_E4M3).view(torch.uint8) + (near < scale / whole)
+            scale = above.view(F8_E4M3).to(x) * whole
         scale = scale.where(scale > 0, 1.0)
         how: dict[str, Any] = dict(mode="stochastic", generator=self.generator)
-        near = precision.round_to(blocks / scale, floats.E2M1, overflow="saturate", **how)
-        return (near.to(x) * scale).flatten(-2)
+        values = precision.round_to(blocks / scale, floats.E2M1, overflow="saturate", **how)
+        return (values * scale).flatten(-2)
+
+
+LONGER = ["nearest", "stochastic", "stochastic, scales rounded up", "stochastic, exact scales"]
 
 
 def longer() -> Iterator[dict[str, Any]]:
     """The error of `averaged` over more batches, where gradients alone are rounded to NVFP4: to the
-    nearest number, stochastically, and stochastically with scales that are not rounded to e4m3."""
+    nearest number, stochastically, and stochastically with scales that clip nothing."""
     for seed in SEEDS:
         exact, batches = rigs.fp8.reader(), rigs.fp8.excerpts(100 + seed)
         twins = {"": exact}
-        for name in ("nearest", "stochastic", "stochastic, exact scales"):
+        for name in LONGER:
             draw = None if name == "nearest" else torch.Generator().manual_seed(seed)
             twin = twins[name] = copy.deepcopy(exact)
             quantization.use_blocks(twin, floats.NVFP4, generator=draw, operands=GRADIENTS)
-            for layer in twin.modules() if name.endswith("exact scales") else ():
+            for layer in twin.modules() if "scales" in name else ():
                 if isinstance(layer, quantization.BlockLinear):
-                    layer.__class__ = _ExactScales
+                    layer.__class__ = _OtherScales
+                    layer.up = "up" in name
         sums = dict.fromkeys(twins, torch.zeros(()).double())
         for count in range(1, LONG[-1] + 1):
             batch = next(batches)
             for name, twin in twins.items():
                 found = rigs.fp8.matrix_gradients(twin, batch)
                 sums[name] = sums[name] + torch.cat([each.flatten() for each in found])
-            for name in [*twins][1:] if count in LONG else ():
+            for name in LONGER if count in LONG else ():
                 off = ((sums[name] - sums[""]).norm() / sums[""].norm()).item()
                 yield dict(rounded=name, batches=count, seed=seed, error=f"{off:.4f}")
 
