@@ -100,8 +100,9 @@ class _OtherScales(quantization.BlockLinear):
         scale = blocks.abs().amax(-1, keepdim=True) / floats.E2M1.max
         if self.up:
             whole = scale.max() / floats.E4M3.max
-            near = precision.round_to(scale / whole, floats.E4M3, overflow="saturate")
-            above = near.to(F8_E4M3).view(torch.uint8) + (near < scale / whole)
+            least = (scale / whole).clamp(max=floats.E4M3.max)
+            near = precision.round_to(least, floats.E4M3)
+            above = near.to(F8_E4M3).view(torch.uint8) + (near < least)
             scale = above.view(F8_E4M3).to(x) * whole
         scale = scale.where(scale > 0, 1.0)
         how: dict[str, Any] = dict(mode="stochastic", generator=self.generator)
