@@ -338,7 +338,7 @@ for name, (at, of) in {
     print(f"embeddings {name:26}: channel 99 at [CLS] {large:.1f}")
 
 # %% [markdown]
-# It is the first place, whatever stands there, and [CLS] besides: either embedding is enough, and without both the outlier is gone. Their own numbers in channel 99 are not needed. (Large language models have such first tokens, *massive activations*, and above 6 billion weights also channels that are large on *most* tokens: LLM.int8().)
+# It is the first place, whatever stands there, and [CLS] besides: either embedding is enough, and without both no outlier is left. Their own numbers in channel 99 are not needed. (Large language models have such first tokens, *massive activations*, and above 6 billion weights also channels that are large on *most* tokens: LLM.int8().)
 #
 # **Products of integers.** A product of two codes x and w has up to 127², a sum of k ≤ 133,144 of them is exact in int32, and the scales come out of the sum if they do not depend on what is summed over:
 #
