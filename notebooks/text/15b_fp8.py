@@ -3,7 +3,7 @@
 #
 # **The linear layers of a training step multiply numbers of 8 bits. What goes wrong, what prevents it, and which bytes does it save?**
 #
-# *90 min, and 55 further · before this: labs 01, 02 and 03 · needs a laptop, no GPU and no network*
+# *90 min, and 60 further · before this: labs 01, 02 and 03 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -167,7 +167,7 @@ for name, scheme in {**SCHEMES, "int8, e4m3": mixed}.items():
         print(f"{name:10} step off by {off:.1%}")
 
 # %% [markdown]
-# **Without a scale the gradient is off by 7 % and Adam's step by a third; with one, both are off by 3 to 5 %.** So one number for the whole gradient hides what goes wrong.
+# **Without a scale the gradient is off by 7 % and Adam's step by a third; with one, both are off by 2 to 5 %.** So one number for the whole gradient hides what goes wrong.
 #
 # In Adam's step int8's lead over tiles is gone. With gradients of outputs in e4m3, and one scale still, it is back: 2.1 %. So in int8 one scale is too coarse for small gradients.
 #
