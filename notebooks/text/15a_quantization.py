@@ -325,6 +325,8 @@ first = tokens == sentences[0][0]
 place, word = model.position.weight[0], model.word.weight[sentences[0][0]]
 another = model.position.weight[5], model.word.weight[sentences[0][1]]
 rest = torch.arange(384) != 99
+
+# %%
 for name, (at, of) in {
     "as they are": (place, word),
     "channel 99 of both at zero": (place * rest, word * rest),
@@ -666,11 +668,15 @@ for worse, better in pairs:
 others = rigs.quantization.token_ids(rigs.quantization.docstrings(150)[100:])
 three = {"calibration": calibration, "others": others, "unseen": unseen}
 right = {name: model(of) for name, of in three.items()}
+
+# %%
 for a in (0.5, 0.6, 0.7, 0.8, 0.9):
     network = smooth(a, inputs=one)
     cosines = {name: (network(of) * right[name]).sum(1) for name, of in three.items()}
     said = (f"{name} {100 * (1 - each.mean()):.1f}" for name, each in cosines.items())
     print(f"a = {a}, % lost:", *said)
+
+# %%
 behind = smooth(0.7, inputs=one, only="query key value up")
 print(f"a = 0.7 behind norms alone: {lost_by(behind(unseen)):.1f} % unseen")
 
