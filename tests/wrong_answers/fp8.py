@@ -384,6 +384,22 @@ class _Overwrites(_Zeros):
         return found
 
 
+def _long(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Tiles of 256: a matrix unit could apply them, and an outlier spoils twice as many."""
+    return _products(x=(1, 256), w=(256, 256), grad=(1, 256))(x, w, grad)
+
+
+def _weights_left(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """The gradient of x by the weights themselves."""
+    y, _, of_w = _products()(x, w, grad)
+    return y, to_eight(grad, F8_E4M3, (1, 128)).numbers() @ w, of_w
+
+
+def _in_bf16(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Results in 16 bits, rounded once more."""
+    return tuple(each.bfloat16() for each in _products()(x, w, grad))
+
+
 class _Unclipped(_delayed()):
     """torch's cast, which takes e5m2 to infinity."""
 
@@ -472,6 +488,10 @@ WRONG = {
         Wrong("a scale for each row", _by_rows, "values", "ends after 128"),
         Wrong("tiles of 64", _short, "scales", "adds 128 products"),
         Wrong("one scale for w", _products(w=None), "values", "ruins all others"),
+        Wrong("tiles of 256", _long, "values", ""),
+        Wrong("pairs of rows", _products(x=(2, 128), grad=(2, 128)), "values", ""),
+        Wrong("the weights themselves", _weights_left, "values", ""),
+        Wrong("results in bf16", _in_bf16, "values", ""),
         Wrong("rounded twice", _from_codes, "values", "Rounded twice"),
     ),
     "fp8/bug-hunt": (

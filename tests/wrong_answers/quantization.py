@@ -197,6 +197,32 @@ def _codes_alone(w, H, scales):
     return (_feedback(w, H, scales) / scales).round()
 
 
+def _damped(w, H, scales):
+    """A hundredth more on the diagonal of H, which has its damping already."""
+    return _feedback(w, H + 0.01 * H.diagonal().mean() * torch.eye(len(H)), scales)
+
+
+def _own_scales(w, H, scales):
+    return _feedback(w, H, w.abs().amax(1, keepdim=True) / 7)
+
+
+def _clamped_at_last(w, H, scales):
+    """Columns are rounded beyond the largest code, and brought back when all are done."""
+    return (_feedback(w, H, scales, clamp=False) / scales).round().clamp(-7, 7) * scales
+
+
+def _eliminated_first(w, H, scales):
+    """j leaves the inverse before the columns after it have changed."""
+    y, M = w.clone(), torch.linalg.inv(H)
+    for j in range(w.shape[1]):
+        rounded = (y[:, j] / scales[:, 0]).round().clamp(-7, 7) * scales[:, 0]
+        error = (y[:, j] - rounded) / M[j, j]
+        M = M - M[:, j, None] * M[j] / M[j, j]
+        y[:, j] = rounded
+        y[:, j + 1 :] -= error[:, None] * M[j, j + 1 :]
+    return y
+
+
 def _to_the_next(w, H, scales):
     """Error diffusion: all of it to the column that follows."""
     y = w.clone()
@@ -270,5 +296,9 @@ WRONG = {
         Wrong("in place", _in_place, "what is left alone", "clone"),
         Wrong("codes for values", _codes_alone, "on the grid", ""),
         Wrong("to the next column", _to_the_next, "values", ""),
+        Wrong("damped again", _damped, "values", "From the first column"),
+        Wrong("scales of its own", _own_scales, "on the grid", ""),
+        Wrong("clamped at last", _clamped_at_last, "values", "what column j has become"),
+        Wrong("eliminated first", _eliminated_first, "values", "not handed on"),
     ),
 }  # fmt: skip
