@@ -378,7 +378,8 @@ print("but seeds of one scheme are farther apart than a third:", more)
 for share in (4, 256, 65536, 2**28):
     of_all = error("unscaled", share=share)
     each = rigs.fp8.matrix_errors(model, SCHEMES["unscaled"], batch, share=share)
-    print(f"loss times {share:11,}: {of_all:.1%}, worst matrix {max(each.values()):.0%}")
+    worst = max(each.values())
+    print(f"loss times {share:11,}: {of_all:.1%}, worst matrix {worst:.0%}")
 
 # %% [markdown]
 # ## Further: what does a delayed scale cost?

@@ -132,7 +132,8 @@ def entering(network: MiniLM, sentences: Sequence[Sequence[int]], channel: int) 
     def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         found.append(args[0][:, channel].abs().max().item())
 
-    hooks = [layer.norm.register_forward_pre_hook(note) for layer in network.layers[:4]]
+    norms = [network.get_submodule(f"layers.{i}.norm") for i in range(4)]
+    hooks = [norm.register_forward_pre_hook(note) for norm in norms]
     network(sentences)
     for hook in hooks:
         hook.remove()
