@@ -1,8 +1,8 @@
 """What is too long for a cell of lab 15b: training a GPT of width 512 that meets an outlier, and
-gradients in NVFP4, averaged over many batches. Writes labutils/data/fp8_outlier.csv and
-fp8_averaged.csv, whose first line says how they were made.
+gradients in NVFP4, averaged over many batches and over more. Writes labutils/data/fp8_outlier.csv,
+fp8_averaged.csv and fp8_longer.csv, whose first line says how they were made.
 
-    python tools/fp8_sweep.py            both, some minutes
+    python tools/fp8_sweep.py            all three, some minutes
     python tools/fp8_sweep.py outlier    the first alone
 """
 
@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from labutils import floats, quantization
+from labutils import floats, precision, quantization
 from labutils.config import DATA
 from labutils.quantization import F8_E4M3, SCHEMES, Scheme
 from labutils.teach import rigs
@@ -45,6 +46,7 @@ ROUNDED: dict[str, dict[str, Any]] = {  # to the nearest number but for what is 
     "inputs of the first, stochastic": dict(operands=INPUTS, drawn=INPUTS),
     "inputs of the others": dict(operands=INPUTS),
 }
+LONG = [64, 256]
 FIRST = {f"blocks.0.attention.{each}" for each in ("query", "key", "value")}  # read embeddings
 
 
@@ -85,10 +87,61 @@ def averaged() -> Iterator[dict[str, Any]]:
                 yield dict(rounded=name, batches=count, seed=seed, error=f"{off:.4f}")
 
 
+class _OtherScales(quantization.BlockLinear):
+    """A layer of NVFP4 whose scales clip nothing: those of full precision, or rounded up to e4m3
+    where NVFP4 takes the nearest."""
+
+    up = False
+
+    def rounded(self, x: Tensor, operand: str) -> Tensor:
+        if operand not in self.operands:
+            return x
+        blocks = x.unflatten(-1, (-1, floats.NVFP4.block_size))
+        scale = blocks.abs().amax(-1, keepdim=True) / floats.E2M1.max
+        if self.up:
+            whole = scale.max() / floats.E4M3.max
+            least = (scale / whole).clamp(max=floats.E4M3.max)
+            near = precision.round_to(least, floats.E4M3)
+            above = near.to(F8_E4M3).view(torch.uint8) + (near < least)
+            scale = above.view(F8_E4M3).to(x) * whole
+        scale = scale.where(scale > 0, 1.0)
+        how: dict[str, Any] = dict(mode="stochastic", generator=self.generator)
+        values = precision.round_to(blocks / scale, floats.E2M1, overflow="saturate", **how)
+        return (values * scale).flatten(-2)
+
+
+LONGER = ["nearest", "stochastic", "stochastic, scales rounded up", "stochastic, exact scales"]
+
+
+def longer() -> Iterator[dict[str, Any]]:
+    """The error of `averaged` over more batches, where gradients alone are rounded to NVFP4: to the
+    nearest number, stochastically, and stochastically with scales that clip nothing."""
+    for seed in SEEDS:
+        exact, batches = rigs.fp8.reader(), rigs.fp8.excerpts(100 + seed)
+        twins = {"": exact}
+        for name in LONGER:
+            draw = None if name == "nearest" else torch.Generator().manual_seed(seed)
+            twin = twins[name] = copy.deepcopy(exact)
+            quantization.use_blocks(twin, floats.NVFP4, generator=draw, operands=GRADIENTS)
+            for layer in twin.modules() if "scales" in name else ():
+                if isinstance(layer, quantization.BlockLinear):
+                    layer.__class__ = _OtherScales
+                    layer.up = "up" in name
+        sums = dict.fromkeys(twins, torch.zeros(()).double())
+        for count in range(1, LONG[-1] + 1):
+            batch = next(batches)
+            for name, twin in twins.items():
+                found = rigs.fp8.matrix_gradients(twin, batch)
+                sums[name] = sums[name] + torch.cat([each.flatten() for each in found])
+            for name in LONGER if count in LONG else ():
+                off = ((sums[name] - sums[""]).norm() / sums[""].norm()).item()
+                yield dict(rounded=name, batches=count, seed=seed, error=f"{off:.4f}")
+
+
 def main(names: list[str]) -> None:
-    """Run both parts, or those of these names, and write their files."""
+    """Run all parts, or those of these names, and write their files."""
     torch.set_num_threads(1)
-    for part in (outlier, averaged):
+    for part in (outlier, averaged, longer):
         if names and part.__name__ not in names:
             continue
         rows = list(part())

@@ -37,6 +37,19 @@ def _numpy(w, bits, group):
     return np.rint(w / safe.repeat(group, 1)[:, : w.shape[1]]), scales
 
 
+def _reciprocal(w, bits, group):
+    """Multiplied by one over the scale, which for a group of zeros is 0."""
+    parts = [part.abs().max(1).values for part in w.split(group, 1)]
+    scales = torch.stack(parts, 1) / (2 ** (bits - 1) - 1)
+    inverse = torch.where(scales > 0, 1 / scales, 0)
+    return (w * inverse[:, torch.arange(w.shape[1]) // group]).round().char(), scales
+
+
+def _bf16_scales(w, bits, group):
+    codes, scales = _columns(w, bits, group)
+    return codes.int(), scales.bfloat16()
+
+
 # ── a layer of integers ──────────────────────────────────────────────────────────────────────────
 
 
@@ -70,6 +83,24 @@ def _double(x, w, limit):
     return torch.einsum("tk,dk->td", codes, (w.double() * per_row[:, None]).round()) * (
         limit / 127 / per_row
     )
+
+
+def _repaired(x, w, limit):
+    """The lab's own, with four changes."""
+    w_scale = w.abs().amax(1) / 127
+    w_scale[w_scale == 0] = 1
+    w_codes = (w / w_scale[:, None]).round().to(torch.int8)
+    x_scale = limit / 127
+    x_codes = (x / x_scale).round().clamp(-127, 127).to(torch.int8)
+    return (x_codes.int() @ w_codes.int().mT) * x_scale * w_scale
+
+
+def _term_by_term(x, w, limit):
+    """A sum of outer products, and 1e-8 against 0/0."""
+    scale = (w.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)
+    x_codes, w_codes = (x / limit).clamp(-1, 1).mul(127).round().long(), (w / scale).round().long()
+    sums = sum(torch.outer(a, b) for a, b in zip(x_codes.mT, w_codes.mT, strict=True))
+    return (sums * (limit / 127) * scale.mT).tolist()
 
 
 # ── errors that cancel ───────────────────────────────────────────────────────────────────────────
@@ -136,9 +167,11 @@ def _half_scales(w, bits, group):
 RIGHT = {
     "quantization/groups": {
         "part after part": _columns, "lists": _numbers, "NumPy": _numpy, "fp16": _half_scales,
+        "reciprocal": _reciprocal, "bf16": _bf16_scales,
     },
     "quantization/bug-hunt": {
         "int32": _wide, "torch._int_mm": _int_mm, "row by row": _rows, "float64": _double,
+        "repaired": _repaired, "term by term": _term_by_term,
     },
     "quantization/feedback": {
         "Cholesky": _cholesky, "inverted anew": _inverted_anew, "least squares": _least_squares,

@@ -261,6 +261,145 @@ def _from_codes(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     return y, of_x, product(*(to_eight(each.mT, F8_E4M3, (1, 128)) for each in back))
 
 
+def _in_place(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """The caller's tensor is scaled."""
+    top = largest(dtype)
+    x *= top / (amax or 1)
+    return x.clamp_(-top, top).to(dtype), (amax or 1) / top
+
+
+def _by_bf16(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Rounded twice."""
+    scaled, top, inverse = _scaled(x, amax, dtype)
+    return scaled.bfloat16().clamp(-top, top).to(dtype), inverse
+
+
+def _half_inverse(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """The factor is kept in bf16."""
+    scaled, top, inverse = _scaled(x, amax, dtype)
+    return scaled.clamp(-top, top).to(dtype), torch.tensor(inverse).bfloat16().item()
+
+
+def _added(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """1e-8 against a division by zero, as large as an amax may be."""
+    scaled, top, inverse = _scaled(x, amax + 1e-8, dtype)
+    return scaled.clamp(-top, top).to(dtype), inverse
+
+
+def _whole_scale(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """A scale without a fraction, where it is above 1."""
+    top = largest(dtype)
+    scale = top / (amax or 1)
+    scale = round(scale) if scale > 1 else scale
+    return (x * scale).clamp(-top, top).to(dtype), 1 / scale
+
+
+def _flushed(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """No subnormal numbers."""
+    scaled, top, inverse = _scaled(x, amax, dtype)
+    scaled = scaled.where(scaled.abs() >= torch.finfo(dtype).tiny, 0)
+    return scaled.clamp(-top, top).to(dtype), inverse
+
+
+class _Zeros(_delayed()):
+    """Zeros are a step, and no number is divided by them. A base for slips that divide by none."""
+
+    def note(self) -> None:
+        self.history, self.seen = [*self.history, self.seen][-self.length :], 0.0
+        self.scale = largest(self.dtype) / (max(self.history) or 1.0)
+
+
+class _WaitsForNumbers(_Zeros):
+    """After a step of zeros the scale stays, whatever the history holds by then."""
+
+    def note(self) -> None:
+        seen, old = self.seen, self.scale
+        super().note()
+        self.scale = self.scale if seen else old
+
+
+class _LastOfNone(_Zeros):
+    """[-0:] is everything: a history of 1 never forgets."""
+
+    def note(self) -> None:
+        kept = self.history[-(self.length - 1) :]
+        super().note()
+        self.history = [*kept, self.history[-1]]
+        self.scale = largest(self.dtype) / (max(self.history) or 1.0)
+
+
+class _ThreeSteps(_Zeros):
+    """Whatever length is."""
+
+    def __init__(self, dtype: torch.dtype, length: int) -> None:
+        super().__init__(dtype, 3)
+
+
+class _AtLeast(_Zeros):
+    """An amax of 1e-6 at least, where a gradient's may be 1e-9."""
+
+    def note(self) -> None:
+        super().note()
+        self.scale = largest(self.dtype) / max(max(self.history), 1e-6)
+
+
+class _Tail(_Zeros):
+    """Looks at the last row alone."""
+
+    def cast(self, x: Tensor) -> tuple[Tensor, float]:
+        seen = max(self.seen, x[-1].abs().max().item())
+        found = super().cast(x)
+        self.seen = seen
+        return found
+
+
+class _Emptied(_Zeros):
+    """A step of zeros empties the history."""
+
+    def note(self) -> None:
+        seen, old = self.seen, self.scale
+        super().note()
+        if not seen:
+            self.history, self.scale = [0.0], old
+
+
+class _MicroSteps(_Zeros):
+    """Each micro-batch goes into the history."""
+
+    def cast(self, x: Tensor) -> tuple[Tensor, float]:
+        found = super().cast(x)
+        self.history = [*self.history, x.abs().max().item()][-self.length :]
+        return found
+
+    def note(self) -> None:
+        self.scale = largest(self.dtype) / (max(self.history) or 1.0)
+
+
+class _Overwrites(_Zeros):
+    """The caller's tensor is scaled."""
+
+    def cast(self, x: Tensor) -> tuple[Tensor, float]:
+        found = super().cast(x)
+        x *= self.scale
+        return found
+
+
+def _long(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Tiles of 256: a matrix unit could apply them, and an outlier spoils twice as many."""
+    return _products(x=(1, 256), w=(256, 256), grad=(1, 256))(x, w, grad)
+
+
+def _weights_left(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """The gradient of x by the weights themselves."""
+    y, _, of_w = _products()(x, w, grad)
+    return y, to_eight(grad, F8_E4M3, (1, 128)).numbers() @ w, of_w
+
+
+def _in_bf16(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Results in 16 bits, rounded once more."""
+    return tuple(each.bfloat16() for each in _products()(x, w, grad))
+
+
 class _Unclipped(_delayed()):
     """torch's cast, which takes e5m2 to infinity."""
 
@@ -323,6 +462,12 @@ WRONG = {
         Wrong("what is beyond dropped", _dropped, "what is beyond", "becomes ±amax"),
         Wrong("room for growth", _room, "the whole range", "brings amax to"),
         Wrong("whole numbers", _whole_numbers, "back again", "is x again"),
+        Wrong("in place", _in_place, "back again", "a copy"),
+        Wrong("by way of bf16", _by_bf16, "the nearest codes", "rounded twice"),
+        Wrong("the factor in bf16", _half_inverse, "the factor", "fp32 or finer"),
+        Wrong("1e-8 added to amax", _added, "the factor", "counts"),
+        Wrong("a whole scale", _whole_scale, "the factor", "The factor is"),
+        Wrong("no subnormal numbers", _flushed, "the nearest codes", "subnormal ones"),
         Wrong("the larger of both", _larger_of_both, "what is beyond", "becomes ±amax"),
     ),
     "fp8/products": (
@@ -343,6 +488,10 @@ WRONG = {
         Wrong("a scale for each row", _by_rows, "values", "ends after 128"),
         Wrong("tiles of 64", _short, "scales", "adds 128 products"),
         Wrong("one scale for w", _products(w=None), "values", "ruins all others"),
+        Wrong("tiles of 256", _long, "values", ""),
+        Wrong("pairs of rows", _products(x=(2, 128), grad=(2, 128)), "values", ""),
+        Wrong("the weights themselves", _weights_left, "values", ""),
+        Wrong("results in bf16", _in_bf16, "values", ""),
         Wrong("rounded twice", _from_codes, "values", "Rounded twice"),
     ),
     "fp8/bug-hunt": (
@@ -366,6 +515,14 @@ WRONG = {
         Wrong("never forgets", _NeverForgets, "the history advances", "oldest goes out"),
         Wrong("one step more", _OneMore, "the history advances", "oldest goes out"),
         Wrong("its own as well", _WithItsOwn, "one step late", "not known until"),
+        Wrong("waits for numbers", _WaitsForNumbers, "zeros", "comes from them"),
+        Wrong("a slice of -0", _LastOfNone, "the history advances", "oldest goes out"),
+        Wrong("three steps, always", _ThreeSteps, "the history advances", "oldest goes out"),
+        Wrong("1e-6 at least", _AtLeast, "small numbers", "no zero"),
+        Wrong("the last row", _Tail, "a steady tensor", "largest number"),
+        Wrong("zeros empty it", _Emptied, "zeros", "comes from them"),
+        Wrong("micro-batches as steps", _MicroSteps, "micro-batches", "adds one number"),
+        Wrong("overwrites", _Overwrites, "a steady tensor", "a copy"),
         Wrong("only shrinks", _OnlyShrinks, "the history advances", "oldest goes out"),
     ),
 }  # fmt: skip

@@ -44,6 +44,62 @@ def _not_rounded(w, bits, group):
     return w / scales.repeat_interleave(group, 1)[:, : w.shape[1]], scales
 
 
+def _grouped(w, bits, group, scale):
+    """Groups of neighbors, whose scale is what `scale` makes of max|w| and the top code."""
+    top, codes, scales = 2 ** (bits - 1) - 1, [], []
+    for part in w.split(group, dim=1):
+        scales.append(scale(part.abs().amax(1, keepdim=True), top))
+        codes.append((part / scales[-1]).round())
+    return torch.cat(codes, 1), torch.cat(scales, 1)
+
+
+def _at_least(least):
+    return functools.partial(_grouped, scale=lambda most, top: (most / top).clamp(min=least))
+
+
+def _added(more):
+    return functools.partial(_grouped, scale=lambda most, top: most / top + more)
+
+
+def _divided_in_place(w, bits, group):
+    """The parts of w are views."""
+    scales = []
+    for part in w.split(group, dim=1):
+        scale = part.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+        scale[scale == 0] = 1
+        part.div_(scale).round_()
+        scales.append(scale)
+    return w, torch.cat(scales, 1)
+
+
+def _of_rows(w, bits, group):
+    """Each group's scale, and codes by that of the row."""
+    _, scales = _groups(w, bits, group)
+    row = w.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return (w / torch.where(row > 0, row, 1.0)).round(), scales
+
+
+def _written(
+    x, w, limit, *, least=1e-30, more=0.0, low=-127, own=None, by_bf16=False, cut=torch.round
+):
+    """The repaired layer, with slips. least, more: against 0/0; own: the scale of x follows it."""
+    w_scale = (w.abs().amax(1) / 127).clamp(min=least) + more
+    w_codes = cut(w / w_scale[:, None]).int()
+    x_scale = (limit if own is None else own(x).clamp(max=limit)) / 127
+    x = x.bfloat16().float() if by_bf16 else x
+    return ((x / x_scale).round().clamp(low, 127).int() @ w_codes.mT) * x_scale * w_scale
+
+
+def _clamps_x(x, w, limit):
+    return _written(x.clamp_(-limit, limit), w, limit)
+
+
+def _divides_w(x, w, limit):
+    scale = (w.abs().amax(1, keepdim=True) / 127).clamp(min=1e-30)
+    w /= scale
+    return (x.clamp(-limit, limit) / limit * 127).round() @ w.round().mT * scale.mT * limit / 127
+
+
 def _layer(
     x, w, limit, *, axis=1, late=False, sums=torch.int32, follow=False, clip=True, whole=False
 ):
@@ -141,6 +197,32 @@ def _codes_alone(w, H, scales):
     return (_feedback(w, H, scales) / scales).round()
 
 
+def _damped(w, H, scales):
+    """A hundredth more on the diagonal of H, which has its damping already."""
+    return _feedback(w, H + 0.01 * H.diagonal().mean() * torch.eye(len(H)), scales)
+
+
+def _own_scales(w, H, scales):
+    return _feedback(w, H, w.abs().amax(1, keepdim=True) / 7)
+
+
+def _clamped_at_last(w, H, scales):
+    """Columns are rounded beyond the largest code, and brought back when all are done."""
+    return (_feedback(w, H, scales, clamp=False) / scales).round().clamp(-7, 7) * scales
+
+
+def _eliminated_first(w, H, scales):
+    """j leaves the inverse before the columns after it have changed."""
+    y, M = w.clone(), torch.linalg.inv(H)
+    for j in range(w.shape[1]):
+        rounded = (y[:, j] / scales[:, 0]).round().clamp(-7, 7) * scales[:, 0]
+        error = (y[:, j] - rounded) / M[j, j]
+        M = M - M[:, j, None] * M[j] / M[j, j]
+        y[:, j] = rounded
+        y[:, j + 1 :] -= error[:, None] * M[j, j + 1 :]
+    return y
+
+
 def _to_the_next(w, H, scales):
     """Error diffusion: all of it to the column that follows."""
     y = w.clone()
@@ -168,6 +250,12 @@ WRONG = {
         Wrong("rounded down", _slip(_groups, nearest=torch.floor), "codes", "rounds down"),
         Wrong("not rounded", _not_rounded, "codes", "few bits"),
         Wrong("0/0", _slip(_groups, guard=False), "a group of zeros", "0/0 is NaN"),
+        Wrong("1e-3 at least", _at_least(1e-3), "small weights", "no group of zeros"),
+        Wrong("1e-5 at least", _at_least(1e-5), "small weights", "no group of zeros"),
+        Wrong("1e-8 added", _added(1e-8), "small weights", "no group of zeros"),
+        Wrong("1e-5 added", _added(1e-5), "scales", "top code"),
+        Wrong("divided in place", _divided_in_place, "scales", "a copy"),
+        Wrong("codes by rows", _of_rows, "codes", "its own group"),
     ),
     "quantization/bug-hunt": (
         Wrong("over the wrong axis", _slip(_layer, axis=0), "a scale for each output channel", "over the other axis"),
@@ -183,6 +271,18 @@ WRONG = {
         Wrong("codes that are not rounded", _scaled_back_early, "integers", "round both"),
         Wrong("six bits", _six_bits, "a scale for each output channel", "code 1"),
         Wrong("the first token for all", _one_row, "a scale for each output channel", ""),
+        Wrong("down to −128", _slip(_written, low=-128), "symmetric codes", "beyond the limit"),
+        Wrong("limit at most", _slip(_written, own=lambda x: x.abs().max()), "integers", "limit / 127"),
+        Wrong("by tokens, limit at most", _slip(_written, own=lambda x: x.abs().amax(1, keepdim=True)),
+              "integers", "a row of smaller numbers"),
+        Wrong("x by way of bf16", _slip(_written, by_bf16=True), "integers", "once"),
+        Wrong("w cut off", _slip(_written, cut=torch.trunc), "integers", "the nearest one"),
+        Wrong("a scale of 1e-3 at least", _slip(_written, least=1e-3), "a channel of small weights", "none of zeros"),
+        Wrong("a scale of 1e-6 at least", _slip(_written, least=1e-6), "a channel of small weights", "none of zeros"),
+        Wrong("1e-8 added", _slip(_written, more=1e-8), "a channel of small weights", "none of zeros"),
+        Wrong("1e-6 added", _slip(_written, more=1e-6), "integers", "nothing added"),
+        Wrong("clamps x in place", _clamps_x, "beyond the limit", "a copy"),
+        Wrong("divides w in place", _divides_w, "a scale for each output channel", "a copy"),
         Wrong("the scale follows x", _slip(_layer, follow=True), "beyond the limit", "whatever x is"),
     ),
     "quantization/feedback": (
@@ -196,5 +296,9 @@ WRONG = {
         Wrong("in place", _in_place, "what is left alone", "clone"),
         Wrong("codes for values", _codes_alone, "on the grid", ""),
         Wrong("to the next column", _to_the_next, "values", ""),
+        Wrong("damped again", _damped, "values", "From the first column"),
+        Wrong("scales of its own", _own_scales, "on the grid", ""),
+        Wrong("clamped at last", _clamped_at_last, "values", "what column j has become"),
+        Wrong("eliminated first", _eliminated_first, "values", "not handed on"),
     ),
 }  # fmt: skip

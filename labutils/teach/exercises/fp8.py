@@ -43,7 +43,10 @@ def _normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _codes(attempt: Callable, x: Tensor, amax: float, name: str) -> tuple[Tensor, float]:
-    got = attempt(x.clone(), amax, _FORMATS[name])
+    given = x.clone()
+    got = attempt(given, amax, _FORMATS[name])
+    if not torch.equal(given, x):
+        raise Failed(f"{name}: x is changed in place", "It is somebody's gradient: scale a copy.")
     if not isinstance(got, tuple | list) or len(got) != 2 or not isinstance(got[0], Tensor):
         several = isinstance(got, tuple | list)
         found = ", ".join(type(each).__name__ for each in (got if several else [got]))
@@ -72,7 +75,7 @@ def _why_back(ratio: float, inverse: float, scale: float) -> str:
 def _back(attempt: Callable) -> str:
     for name, dtype in _FORMATS.items():
         for size in (0.5, 1e-4, 3e5):
-            x = size * _normal(400).clamp(max=1.0)  # the largest |x| is negative
+            x = size * _normal(2000).clamp(max=1.0)  # the largest |x| is negative
             amax = x.abs().max().item()
             codes, inverse = _codes(attempt, x, amax, name)
             back, bound = codes.float() * inverse, 2 ** -(4 if name == "e4m3" else 3)
@@ -84,6 +87,38 @@ def _back(attempt: Callable) -> str:
                     hint = "Many codes are the format's largest: amax is the largest |x|. " + hint
                 raise Failed(f"{name}, numbers of about {size:g}: codes · inverse is off", hint)
     return "2 formats, 3 sizes"
+
+
+def _factor(attempt: Callable) -> str:
+    for (name, dtype), amax in itertools.product(_FORMATS.items(), (100.0, 3e-10)):
+        _, inverse = _codes(attempt, torch.tensor([amax, -amax / 3]), amax, name)
+        if abs(inverse * largest(dtype) / amax - 1) > 1e-3:
+            raise Failed(
+                f"{name}, amax = {amax:g}: the factor is {inverse:.6g}, it should be "
+                f"{amax / largest(dtype):.6g}",
+                "The factor is amax over the format's largest number, in fp32 or finer. Where "
+                "amax is small, what is added to it counts.",
+            )
+    return "large and small"
+
+
+def _nearest(attempt: Callable) -> str:
+    """The codes are those of numbers that were rounded once: all but 1 % of them."""
+    for name, dtype in _FORMATS.items():
+        x = _normal(4000) * torch.logspace(0, -6, 4000)  # down to subnormal codes, and to zero
+        amax = x.abs().max().item()
+        found, right = _codes(attempt, x, amax, name)[0], in_eight_bits(x, amax, dtype)[0]
+        wrong = (found.float() != right.float()).sum().item()
+        if wrong > len(x) / 100:
+            small = right.float().abs() < torch.finfo(dtype).tiny
+            hint = (
+                "Each number goes to the nearest one of the format, once. A number that passes "
+                "through bf16 on its way is rounded twice."
+            )
+            if not found.float()[small].any():
+                hint = "Below the smallest normal number a format has subnormal ones."
+            raise Failed(f"{name}: {wrong} of {len(x)} codes are not the nearest ones", hint)
+    return "rounded once"
 
 
 def _whole_range(attempt: Callable) -> str:
@@ -151,6 +186,8 @@ CAST = Exercise(
         Property("amax as given", _as_given),
         Property("what is beyond", _saturates),
         Property("zeros", _zeros),
+        Property("the factor", _factor),
+        Property("the nearest codes", _nearest),
     ),
     hints=(
         "torch.finfo(dtype).max is the format's largest number. By what do you multiply amax to "
@@ -326,15 +363,23 @@ def _ran(
     tracker, found = attempt(dtype, length), []
     for step in sizes:
         for size in step if isinstance(step, list) else [step]:
-            codes, inverse = tracker.cast(torch.tensor([[-size / 4, size]]))
+            x = torch.tensor([[-size / 4, size], [size / 2, 0.0]])
+            given = x.clone()
+            codes, inverse = tracker.cast(given)
+            if not torch.equal(given, x):
+                hint = "It is somebody's gradient: scale a copy."
+                raise Failed("cast changes x in place", hint)
             back = float(codes.float()[0, 1]) * float(inverse)
             found.append((back, largest(dtype) * float(inverse)))
         tracker.advance()
     return found
 
 
+_SIZES = 2.0**-8, 1.0, 64.0, -3.0
+
+
 def _steady(attempt: Any) -> str:
-    for (name, dtype), size in itertools.product(_FORMATS.items(), (2.0**-8, 1.0, 64.0, -3.0)):
+    for (name, dtype), size in itertools.product(_FORMATS.items(), _SIZES):
         (_, first), *later = _ran(attempt, [size] * 5, dtype=dtype)
         top = f"{largest(dtype):g}"
         if first != largest(dtype):
@@ -395,22 +440,29 @@ def _micro(attempt: Any) -> str:
             f"micro-batches of 1, 6 and 0.5: then codes reach to {reaches[4]:g}, not to 6",
             "The largest of all micro-batches counts, not that of the last one.",
         )
-    return "3 micro-batches"
+    if abs((reach := _ran(attempt, [[6.0, 1.0, 1.0, 1.0], 1.0])[4][1]) - 6) > 1e-2:
+        raise Failed(
+            f"micro-batches of 6, 1, 1 and 1, a history of 3: then codes reach to {reach:g}, "
+            "not to 6",
+            "The history holds steps, and not micro-batches: advance() adds one number to it.",
+        )
+    return "3 and 4 micro-batches"
 
 
 def _forgets(attempt: Any) -> str:
     sizes = [1.0, 100.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
-    reaches = [reach for _, reach in _ran(attempt, sizes, length=3)]
-    right = [448.0, 1.0, 100.0, 100.0, 100.0, 1.0, 2.0, 2.0]
-    for step, (mine, expected) in enumerate(zip(reaches, right, strict=True), 1):
-        if abs(mine / expected - 1) > 1e-2:
-            raise Failed(
-                f"{sizes}, a history of 3: in step {step} codes reach to {mine:g}, "
-                f"not to {expected:g}",
-                "The history is advanced in every step: the newest goes in, the oldest goes out, "
-                "and the scale comes from the largest of those that are left.",
-            )
-    return "8 steps, a history of 3"
+    for length in (3, 1, 5):
+        reaches = [reach for _, reach in _ran(attempt, sizes, length)]
+        for step, mine in enumerate(reaches[1:], 2):
+            expected = max(sizes[max(step - 1 - length, 0) : step - 1])
+            if abs(mine / expected - 1) > 1e-2:
+                raise Failed(
+                    f"{sizes}, a history of {length}: in step {step} codes reach to {mine:g}, "
+                    f"not to {expected:g}",
+                    "The history is advanced in every step: the newest goes in, the oldest goes "
+                    "out, and the scale comes from the largest of those that are left.",
+                )
+    return "8 steps, histories of 3, 1 and 5"
 
 
 def _zeros_seen(attempt: Any) -> str:
@@ -424,17 +476,31 @@ def _zeros_seen(attempt: Any) -> str:
     if abs(found[-1][0] - 4) > 1e-3:
         hint = "Once there are numbers, the scale comes from them."
         raise Failed(f"0, 0, 4, 4: the last comes back as {found[-1][0]:g}", hint)
-    sizes = [8.0, 0.0, 0.0, 1.0, 1.0]
-    reaches = [reach for _, reach in _ran(attempt, sizes)]
-    for step, expected in enumerate((8, 8, 8, 1), 2):
-        if abs(reaches[step - 1] / expected - 1) > 1e-2:
-            raise Failed(
-                f"{sizes}, a history of 3: in step {step} codes reach to {reaches[step - 1]:g}, "
-                f"not to {expected}",
-                "A step of zeros is a step: it goes into the history, and pushes the oldest out. "
-                "It says nothing about the scale while that history holds other numbers.",
-            )
+    for sizes, right in (
+        ([8.0, 0.0, 0.0, 1.0, 1.0], (8, 8, 8, 1)),
+        ([8.0, 1.0, 0.0, 0.0, 1.0], (8, 8, 8, 1)),
+    ):
+        reaches = [reach for _, reach in _ran(attempt, sizes)]
+        for step, expected in enumerate(right, 2):
+            if abs(reaches[step - 1] / expected - 1) > 1e-2:
+                raise Failed(
+                    f"{sizes}, a history of 3: in step {step} codes reach to "
+                    f"{reaches[step - 1]:g}, not to {expected}",
+                    "A step of zeros is a step: it goes into the history, and pushes the oldest "
+                    "out. While that history holds other numbers the scale comes from them.",
+                )
     return "a layer without gradients"
+
+
+def _small(attempt: Any) -> str:
+    size = 2.0**-30  # as of a gradient, where the loss is multiplied by 2⁻¹²
+    back, reach = _ran(attempt, [size] * 3)[2]
+    if abs(reach / size - 1) > 1e-3 or abs(back / size - 1) > 1e-3:
+        raise Failed(
+            f"numbers of {size:.3g} in every step: in the third, codes reach to {reach:.3g}",
+            "A small number is no zero: what stands against a division by 0 must be far smaller.",
+        )
+    return "numbers of 1e-9"
 
 
 HUNT = Exercise(
@@ -448,6 +514,7 @@ HUNT = Exercise(
         Property("micro-batches", _micro),
         Property("the history advances", _forgets),
         Property("zeros", _zeros_seen),
+        Property("small numbers", _small),
     ),
     hints=(
         "Play three cases on paper: a tensor that suddenly grows, one that is cast twice in a "

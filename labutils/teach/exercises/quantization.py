@@ -48,7 +48,10 @@ _GROUPS = (((4, 8), 4, 4), ((3, 6), 8, 4), ((2, 5), 3, 5), ((3, 40), 4, 16), ((2
 
 def _both(attempt: Callable, w: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, str]:
     case = f"w[{w.shape[0]}, {w.shape[1]}], {bits} bits, groups of {group}"
-    got = attempt(w.clone(), bits, group)
+    given = w.clone()
+    got = attempt(given, bits, group)
+    if not torch.equal(given, w):
+        raise Failed(f"{case}: w is changed in place", "Somebody's weights: work on a copy.")
     if not isinstance(got, Sequence) or len(got) != 2:
         raise Failed(f"{case}: you return {type(got).__name__}", "Return codes and scales.")
     codes, scales = _tensor(got[0], f"{case}: codes"), _tensor(got[1], f"{case}: scales")
@@ -104,7 +107,8 @@ def _scales(attempt: Callable) -> str:
         w[0, 0] = -5.0  # of a group the largest, and negative
         _, scales, case = _both(attempt, w, bits, group)
         _, right = group_codes(w, bits, group)
-        if not torch.allclose(scales, right.double(), rtol=6e-4):  # fp16 scales are right, too
+        kept = torch.allclose(scales, right.double(), rtol=6e-4)  # fp16 scales are right, too
+        if not kept and not torch.equal(scales, right.bfloat16().double()):
             mistakes = _mistaken_scales(w, bits, group).items()
             likely = (said for said, bad in mistakes if torch.allclose(scales, bad.double(), 1e-4))
             hint = next(likely, "The largest |w| of a group gets the top code.")
@@ -147,6 +151,27 @@ def _nothing(attempt: Callable) -> str:
     return "zeros stay zeros"
 
 
+def _small(attempt: Callable) -> str:
+    """Small weights have codes, too. What scales are kept in does not matter here."""
+    w = 1e-6 * _drawn(4, 8)
+    codes, found, case = _both(attempt, w, 4, 4)
+    _, right = group_codes(w, 4, 4)
+    in_16_bits = (right.to(dtype).double() for dtype in (torch.half, torch.bfloat16))
+    kept = torch.allclose(found, right.double(), rtol=6e-4, atol=0)
+    wrong = torch.ones_like(codes, dtype=torch.bool)
+    for scales in (right.double(), found):
+        each = scales.repeat_interleave(4, 1)
+        wrong &= (codes - w.double() / each).abs() > 0.51
+    if wrong.any() or not (kept or any(torch.equal(found, each) for each in in_16_bits)):
+        at = (found - right).abs().argmax()
+        raise Failed(
+            f"{case}, of about 1e-6: scales such as {found.flatten()[at]:.2g}, or codes, are wrong",
+            "A group of small numbers is no group of zeros: what stands against 0/0 must not "
+            "change the scale of the others.",
+        )
+    return "weights of 1e-6"
+
+
 GROUPS = Exercise(
     id="quantization/groups",
     reference=group_codes,
@@ -154,6 +179,7 @@ GROUPS = Exercise(
         Property("scales", _scales),
         Property("codes", _codes),
         Property("a group of zeros", _nothing),
+        Property("small weights", _small),
     ),
     hints=(
         "The top code is 2**(bits − 1) − 1. Take the columns of a group, `w[:, j : j + group]`, "
@@ -167,7 +193,11 @@ GROUPS = Exercise(
 
 
 def _product(attempt: Callable, x: Tensor, w: Tensor, limit: float, case: str) -> Tensor:
-    y = _tensor(attempt(x.clone(), w.clone(), limit), case)
+    given = x.clone(), w.clone()
+    y = _tensor(attempt(*given, limit), case)
+    for name, before, after in zip("xw", (x, w), given, strict=True):
+        if not torch.equal(before, after):
+            raise Failed(f"{case}: {name} is changed in place", "Work on a copy.")
     right = [len(x), len(w)]
     if list(y.shape) != right:
         hint = "y = x·wᵀ, with a scale for each of the d output channels: max|w| over its k inputs."
@@ -262,31 +292,68 @@ def _beyond(attempt: Callable) -> str:
 
 def _integers(attempt: Callable) -> str:
     """Each output is a sum of products of codes, times both scales."""
-    x, w = _drawn(6, 4).clamp(-2, 2), _drawn(5, 4)
-    x[:, 0] = 2.0  # the top code
-    y = _product(attempt, x, w, 2.0, "4 products of drawn numbers")
-    unit = (2.0 / 127) * w.double().abs().amax(1) / 127
-    codes = (
-        (x.double() * 127 / 2).round(),
-        (w.double() / w.double().abs().amax(1, keepdim=True) * 127).round(),
-    )
-    sums = y / unit
-    if (sums - sums.round()).abs().max() > 0.05:
-        for ratio in (128 / 127, 128**2 / 127**2):
-            if (sums * ratio - (sums * ratio).round()).abs().max() < 0.05:
-                hint = "Codes reach from −127 to 127: divide by 127, for x and for w."
-                raise Failed("4 products: codes are whole, but a scale is max / 128", hint)
-        raise Failed(
-            f"4 products: in units of both scales an output is {sums[0, 0]:.2f}, no whole number",
-            "Codes of x and of w are integers, and so is the sum of their products: round both.",
+    for limit, largest in ((2.0, 2.0), (2.0, 0.5)):
+        x, w = _drawn(40, 4).clamp(-largest, largest), _drawn(5, 4)
+        x[0, 0] = largest  # at the limit, or all below it
+        y = _product(attempt, x, w, limit, "4 products of drawn numbers")
+        unit = (limit / 127) * w.double().abs().amax(1) / 127
+        codes = (
+            (x.double() * 127 / limit).round(),
+            (w.double() / w.double().abs().amax(1, keepdim=True) * 127).round(),
         )
-    off = (sums - codes[0] @ codes[1].mT).abs() > 0.5
-    if off.sum() > 3:  # a tie or two may be rounded the other way
-        raise Failed(
-            f"4 products: {off.sum()} of {off.numel()} sums are not those of the nearest codes",
-            "8 bits have the codes −127 … 127, for x and for w: the nearest one, once.",
-        )
+        sums, right = y / unit, codes[0] @ codes[1].mT
+        if (sums - sums.round()).abs().max() > 0.05:
+            for ratio in (128 / 127, 128**2 / 127**2):
+                if (sums * ratio - (sums * ratio).round()).abs().max() < 0.05:
+                    hint = "Codes reach from −127 to 127: divide by 127, for x and for w."
+                    raise Failed("4 products: codes are whole, but a scale is max / 128", hint)
+            hint = (
+                "Codes of x and of w are integers, and so is the sum of their products: round both "
+                "and take the scales as they are, with nothing added."
+            )
+            for dim in (0, 1), 1:  # of all of x, or of each token
+                unit = x.abs().amax(dim, keepdim=True).clamp(max=limit) / 127
+                follows = ((x / unit).round() * unit).double() @ codes[1].mT
+                if _off(y, follows * w.double().abs().amax(1) / 127) < 1e-5:
+                    hint = "The scale of x is limit / 127, also for a row of smaller numbers."
+            at = (sums - sums.round()).abs().argmax()
+            raise Failed(
+                f"4 products: in units of both scales an output is {sums.flatten()[at]:.2f}, "
+                "no whole number",
+                hint,
+            )
+        if (wrong := ((sums - right).abs() > 0.5).sum()) > 3:  # a tie may go the other way
+            raise Failed(
+                f"4 products: {wrong} of {right.numel()} sums are not those of the nearest codes",
+                "8 bits have the codes −127 … 127, for x and for w: the nearest one, once.",
+            )
     return "whole numbers"
+
+
+def _symmetric(attempt: Callable) -> str:
+    y = _product(attempt, torch.tensor([[-3.3, 3.3]]), torch.eye(2), 1.5, "±3.3 and a limit of 1.5")
+    for found, wanted in zip(y[0].tolist(), (-1.5, 1.5), strict=True):
+        if abs(found / wanted - 1) > 2e-3:
+            raise Failed(
+                f"limit = 1.5: {2.2 * wanted:g} comes back as {found:.4g}, it should be {wanted:g}",
+                "Codes are symmetric, −127 … 127: a code of −128 is beyond the limit.",
+            )
+    return "−127 … 127"
+
+
+def _small_channel(attempt: Callable) -> str:
+    x, w = _drawn(6, 16).clamp(-2, 2), _drawn(3, 16)
+    w[1] *= 1e-6
+    y = _product(attempt, x, w, 2.0, "a channel of small weights")
+    codes = (w[1].double() / w[1].double().abs().max() * 127).round()
+    right = (x.double() * 127 / 2).round() @ codes * (2 / 127 * w[1].abs().max().item() / 127)
+    if (off := _off(y[:, 1:2], right[:, None])) > 2e-3:
+        raise Failed(
+            f"weights of about 1e-6 in an output channel: it is off by {100 * off:.2g} %",
+            "A channel of small weights is none of zeros: what stands against 0/0 must not change "
+            "its scale.",
+        )
+    return "weights of 1e-6"
 
 
 LAYER = Exercise(
@@ -298,7 +365,9 @@ LAYER = Exercise(
         Property("sums of products", _sums),
         Property("beyond the limit", _beyond),
         Property("integers", _integers),
+        Property("symmetric codes", _symmetric),
         Property("a channel of zeros", _idle_channel),
+        Property("a channel of small weights", _small_channel),
     ),
     hints=(
         "The test multiplies an identity: every sum has one term. Try w of other shapes, longer "

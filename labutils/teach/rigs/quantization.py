@@ -123,6 +123,23 @@ def token_ids(sentences: Sequence[str]) -> list[list[int]]:
     return [each.ids for each in _tokenizer().encode_batch(list(sentences))]
 
 
+@torch.no_grad()
+def entering(network: MiniLM, sentences: Sequence[Sequence[int]], channel: int) -> list[float]:
+    """The largest |x| of a channel that enters the norm behind `down`, in each of the first four
+    layers."""
+    found: list[float] = []
+
+    def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found.append(args[0][:, channel].abs().max().item())
+
+    norms = [network.get_submodule(f"layers.{i}.norm") for i in range(4)]
+    hooks = [norm.register_forward_pre_hook(note) for norm in norms]
+    network(sentences)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 def docstrings(count: int) -> list[str]:
     """So many sentences, the same on every machine: the first lines of docstrings in
     `corpus.encoded("source")`, of 30 to 100 characters, in their order.
