@@ -599,7 +599,7 @@ for name, case in cases.items():
     print(f"{name:22}", *(f"{loss:6.1f}" for loss in best(*case)))
 
 # %% [markdown]
-# **PipeDream's staleness costs one to two nats here,** after as many updates and with each at its best rate: 0.2 to 0.5 without it, 1.3 to 2.4 with it. (A model that guesses has 4.85.) If all layers are three updates old it costs nearly three.
+# **PipeDream's staleness costs about one to two nats here,** after as many updates and with each at its best rate: 0.2 to 0.5 without it, 1.3 to 2.4 with it. (A model that guesses has 4.85.) If all layers are three updates old it costs nearly three.
 #
 # Age alone does not decide. With the oldest weights in the last layer, the order turned round, less than half a nat is lost. A pipeline cannot choose that: rank 0 waits longest for its backward passes.
 #
