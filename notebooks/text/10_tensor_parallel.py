@@ -728,15 +728,17 @@ def on_a_mesh(rank):
     tokens, targets = batch[:, rank.coords["dp"], None]
     loss = tensor_parallel.cross_entropy(replica(tokens), targets, rank.comm("tp"))
     loss.backward()
-    return model.norm.weight.grad
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
 # %%
 plain_model = GPT(small, generator=torch.Generator().manual_seed(0)).double()
 plain_model.loss(*batch).backward()
+whole = {name: p.grad for name, p in plain_model.named_parameters()}
 grid = World(Mesh(dp=2, tp=2))
-gradients = grid.run(on_a_mesh)
-print(all(torch.allclose(g, plain_model.norm.weight.grad) for g in gradients))
+due = grid.run(rigs.tensor_parallel.shares, small, whole)
+pairs = list(zip(grid.run(on_a_mesh), due, strict=True))
+print(all(torch.allclose(got[at], own[at]) for got, own in pairs for at in own))
 {axis: units.text(nbytes) for axis, nbytes in grid.ledger.by("axis").items()}
 
 # %% [markdown]

@@ -599,11 +599,11 @@ for name, case in cases.items():
     print(f"{name:22}", *(f"{loss:6.1f}" for loss in best(*case)))
 
 # %% [markdown]
-# **PipeDream's staleness costs one to two nats here,** after as many updates and with each at its best rate: 0.2 to 0.5 without it, 1.3 to 2.4 with it. (A model that guesses has 4.85.) If all layers are three updates old it costs nearly three.
+# **PipeDream's staleness costs about one to two nats here,** after as many updates and with each at its best rate: 0.2 to 0.5 without it, 1.3 to 2.4 with it. (A model that guesses has 4.85.) If all layers are three updates old it costs nearly three.
 #
 # Age alone does not decide. With the oldest weights in the last layer, the order turned round, less than half a nat is lost. A pipeline cannot choose that: rank 0 waits longest for its backward passes.
 #
-# **After as much time PipeDream is ahead,** for each seed: many stale updates are worth more here than few fresh ones. 2BW's, few and one old, end half a nat above as many fresh ones.
+# **After as much time PipeDream is ahead,** for each seed: many stale updates are worth more here than few fresh ones. 2BW's, few and one old, end 0.5 to 0.7 nats above as many fresh ones.
 #
 # At a still larger rate PipeDream's loss is nan. Is that staleness? The control, one device at the same rate, after 48 updates:
 

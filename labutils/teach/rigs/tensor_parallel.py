@@ -64,15 +64,22 @@ def _split(rank: Rank, config: ModelConfig, sequence: bool) -> tuple[list[float]
     return _train(tensor_parallel.parallelize(model, rank.comm("tp"), sequence))
 
 
+def shares(rank: Rank, config: ModelConfig, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that have the names and shapes of the model's parameters, such as their gradients,
+    cut for this rank as the parameters are."""
+    model = GPT(config).double()
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(whole[name])
+    cut = tensor_parallel.parallelize(model, rank.comm("tp")).named_parameters()
+    return {name: parameter.detach() for name, parameter in cut}
+
+
 def _shares(rank: Rank, config: ModelConfig, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's shares of weights and of gradients, cut as parameters are."""
+    """This rank's shares of weights and of gradients."""
     found: dict[str, Tensor] = {}
     for which in ("", ", gradient"):
-        model = GPT(config).double()
-        for name, parameter in model.named_parameters():
-            parameter.data.copy_(whole[name + which])
-        shares = tensor_parallel.parallelize(model, rank.comm("tp")).named_parameters()
-        found |= {name + which: parameter.detach() for name, parameter in shares}
+        part = {name.removesuffix(which): x for name, x in whole.items() if name.endswith(which)}
+        found |= {name + which: x for name, x in shares(rank, config, part).items()}
     return found
 
 
