@@ -90,6 +90,20 @@ def _written(
     return ((x / x_scale).round().clamp(low, 127).int() @ w_codes.mT) * x_scale * w_scale
 
 
+def _made_whole_first(x, w, limit):
+    """Rounded, and multiplied by their scales before the product, which is one of floats."""
+    scale = (w.abs().amax(1, keepdim=True) / 127).clamp(min=1e-30)
+    x = (x / (limit / 127)).round().clamp(-127, 127) * (limit / 127)
+    return x @ ((w / scale).round() * scale).mT
+
+
+def _half_way(x, w, limit):
+    """The scale of w is inside the sum."""
+    scale = (w.abs().amax(1, keepdim=True) / 127).clamp(min=1e-30)
+    codes = (x / (limit / 127)).round().clamp(-127, 127)
+    return torch.einsum("tk,dk->td", codes, (w / scale).round() * scale) * (limit / 127)
+
+
 def _clamps_x(x, w, limit):
     return _written(x.clamp_(-limit, limit), w, limit)
 
@@ -281,6 +295,8 @@ WRONG = {
         Wrong("a scale of 1e-6 at least", _slip(_written, least=1e-6), "a channel of small weights", "none of zeros"),
         Wrong("1e-8 added", _slip(_written, more=1e-8), "a channel of small weights", "none of zeros"),
         Wrong("1e-6 added", _slip(_written, more=1e-6), "integers", "nothing added"),
+        Wrong("made whole first", _made_whole_first, "products", "no code"),
+        Wrong("a scale inside the sum", _half_way, "products", "come out of the sum"),
         Wrong("clamps x in place", _clamps_x, "beyond the limit", "a copy"),
         Wrong("divides w in place", _divides_w, "a scale for each output channel", "a copy"),
         Wrong("the scale follows x", _slip(_layer, follow=True), "beyond the limit", "whatever x is"),

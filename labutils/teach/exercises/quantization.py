@@ -1,10 +1,12 @@
 """Scale groups of a row, repair a layer of 8-bit integers, and round with error feedback."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from labutils import quantization
 from labutils.teach.exercises import Exercise, Failed, Property
@@ -330,6 +332,40 @@ def _integers(attempt: Callable) -> str:
     return "whole numbers"
 
 
+_SUMS = {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "_int_mm", "linear", "addmm", "mv"}
+_SUMS |= {"dot", "inner", "outer", "einsum", "tensordot"}
+
+
+class _Factors(TorchFunctionMode):
+    """Looks at what goes into products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken: float | None = None  # a factor that is no whole number
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Sequence = (), kwargs: dict | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _SUMS:
+            nested = [each if isinstance(each, list | tuple) else [each] for each in args]
+            for each in itertools.chain.from_iterable(nested):
+                if isinstance(each, Tensor) and each.is_floating_point():
+                    broken = each[each != each.round()]
+                    self.broken = broken[0].item() if len(broken) else self.broken
+        return func(*args, **(kwargs or {}))
+
+
+def _of_codes(attempt: Callable) -> str:
+    with _Factors() as factors:
+        attempt(_drawn(6, 4), _drawn(5, 4), 2.0)
+    if factors.broken is not None:
+        raise Failed(
+            f"a factor of your product is {factors.broken:.4g}, which is no code",
+            "Scales come out of the sum: multiply the codes, and the result by both scales.",
+        )
+    return "of codes alone"
+
+
 def _symmetric(attempt: Callable) -> str:
     y = _product(attempt, torch.tensor([[-3.3, 3.3]]), torch.eye(2), 1.5, "±3.3 and a limit of 1.5")
     for found, wanted in zip(y[0].tolist(), (-1.5, 1.5), strict=True):
@@ -365,6 +401,7 @@ LAYER = Exercise(
         Property("sums of products", _sums),
         Property("beyond the limit", _beyond),
         Property("integers", _integers),
+        Property("products", _of_codes),
         Property("symmetric codes", _symmetric),
         Property("a channel of zeros", _idle_channel),
         Property("a channel of small weights", _small_channel),
