@@ -6,12 +6,12 @@
     for (const box of document.querySelectorAll(wanted)) {
       const scrolls = box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight;
       const can = /auto|scroll/.test(getComputedStyle(box).overflow);
-      if (scrolls && can && !box.hasAttribute("tabindex")) box.tabIndex = 0;
+      if (scrolls && can && box.tabIndex < 0) box.tabIndex = 0;
     }
   };
   addEventListener("load", () => {
     update();
     window.MathJax?.startup?.promise?.then(update);  // formulas come later
   });
-  addEventListener("resize", update);
+  addEventListener("resize", update);  // the theme takes focus away from what fits, and looks again a third of a second later
 })();

@@ -136,6 +136,7 @@ class Reader:
         self.trouble.clear()
         self.page.set_viewport_size(viewport)
         self.page.emulate_media(color_scheme=theme)
+        self.page.evaluate("() => new Promise(requestAnimationFrame)")  # the page has seen its size
         return self
 
     def dress(self, theme):
