@@ -736,7 +736,7 @@ plain_model = GPT(small, generator=torch.Generator().manual_seed(0)).double()
 plain_model.loss(*batch).backward()
 whole = {name: p.grad for name, p in plain_model.named_parameters()}
 grid = World(Mesh(dp=2, tp=2))
-due = grid.run(rigs.tensor_parallel.shares, small, whole)
+due = grid.run(rigs.tensor_parallel.cut_as_weights, small, whole)
 pairs = list(zip(grid.run(on_a_mesh), due, strict=True))
 print(all(torch.allclose(got[at], own[at]) for got, own in pairs for at in own))
 {axis: units.text(nbytes) for axis, nbytes in grid.ledger.by("axis").items()}

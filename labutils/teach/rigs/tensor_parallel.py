@@ -64,7 +64,7 @@ def _split(rank: Rank, config: ModelConfig, sequence: bool) -> tuple[list[float]
     return _train(tensor_parallel.parallelize(model, rank.comm("tp"), sequence))
 
 
-def shares(rank: Rank, config: ModelConfig, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+def cut_as_weights(rank: Rank, config: ModelConfig, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors that have the names and shapes of the model's parameters, such as their gradients,
     cut for this rank as the parameters are."""
     model = GPT(config).double()
@@ -79,7 +79,7 @@ def _shares(rank: Rank, config: ModelConfig, whole: dict[str, Tensor]) -> dict[s
     found: dict[str, Tensor] = {}
     for which in ("", ", gradient"):
         part = {name.removesuffix(which): x for name, x in whole.items() if name.endswith(which)}
-        found |= {name + which: x for name, x in shares(rank, config, part).items()}
+        found |= {name + which: x for name, x in cut_as_weights(rank, config, part).items()}
     return found
 
 
