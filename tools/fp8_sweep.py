@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from labutils import floats, precision, quantization
 from labutils.config import DATA
@@ -65,8 +65,7 @@ def averaged() -> Iterator[dict[str, Any]]:
     length: where gradients alone are rounded to NVFP4, where inputs and weights are, too, and where
     weights alone are, inputs of the layers that read embeddings, or those of the other layers."""
     for seed in SEEDS:
-        exact, batches = rigs.fp8.reader(), rigs.fp8.excerpts(100 + seed)
-        twins = {"": exact}
+        exact, twins = rigs.fp8.reader(), {}
         for name, how in ROUNDED.items():
             draw = torch.Generator().manual_seed(seed) if "drawn" in how else None
             twin = copy.deepcopy(exact)
@@ -76,15 +75,23 @@ def averaged() -> Iterator[dict[str, Any]]:
                 layers = {path: each for path, each in modules if isinstance(each, kind)}
                 for path in FIRST if name.endswith("others") else layers.keys() - FIRST:
                     layers[path].operands = ()
-        sums = dict.fromkeys(twins, torch.zeros(()).double())
-        for count in range(1, COUNTS[-1] + 1):
-            batch = next(batches)
-            for name, twin in twins.items():
-                found = rigs.fp8.matrix_gradients(twin, batch)
-                sums[name] = sums[name] + torch.cat([each.flatten() for each in found])
-            for name in ROUNDED if count in COUNTS else ():
-                off = ((sums[name] - sums[""]).norm() / sums[""].norm()).item()
-                yield dict(rounded=name, batches=count, seed=seed, error=f"{off:.4f}")
+        yield from _errors(exact, twins, COUNTS, seed)
+
+
+def _errors(
+    exact: nn.Module, twins: dict[str, nn.Module], counts: list[int], seed: int
+) -> Iterator[dict[str, Any]]:
+    """How far the sums of gradients of the twins are off after so many batches."""
+    batches, models = rigs.fp8.excerpts(100 + seed), {"": exact, **twins}
+    sums = dict.fromkeys(models, torch.zeros(()).double())
+    for count in range(1, counts[-1] + 1):
+        batch = next(batches)
+        for name, model in models.items():
+            found = rigs.fp8.matrix_gradients(model, batch)
+            sums[name] = sums[name] + torch.cat([each.flatten() for each in found])
+        for name in twins if count in counts else ():
+            off = ((sums[name] - sums[""]).norm() / sums[""].norm()).item()
+            yield dict(rounded=name, batches=count, seed=seed, error=f"{off:.4f}")
 
 
 class _OtherScales(quantization.BlockLinear):
@@ -117,8 +124,7 @@ def longer() -> Iterator[dict[str, Any]]:
     """The error of `averaged` over more batches, where gradients alone are rounded to NVFP4: to the
     nearest number, stochastically, and stochastically with scales that clip nothing."""
     for seed in SEEDS:
-        exact, batches = rigs.fp8.reader(), rigs.fp8.excerpts(100 + seed)
-        twins = {"": exact}
+        exact, twins = rigs.fp8.reader(), {}
         for name in LONGER:
             draw = None if name == "nearest" else torch.Generator().manual_seed(seed)
             twin = twins[name] = copy.deepcopy(exact)
@@ -127,15 +133,7 @@ def longer() -> Iterator[dict[str, Any]]:
                 if isinstance(layer, quantization.BlockLinear):
                     layer.__class__ = _OtherScales
                     layer.up = "up" in name
-        sums = dict.fromkeys(twins, torch.zeros(()).double())
-        for count in range(1, LONG[-1] + 1):
-            batch = next(batches)
-            for name, twin in twins.items():
-                found = rigs.fp8.matrix_gradients(twin, batch)
-                sums[name] = sums[name] + torch.cat([each.flatten() for each in found])
-            for name in LONGER if count in LONG else ():
-                off = ((sums[name] - sums[""]).norm() / sums[""].norm()).item()
-                yield dict(rounded=name, batches=count, seed=seed, error=f"{off:.4f}")
+        yield from _errors(exact, twins, LONG, seed)
 
 
 def main(names: list[str]) -> None:
