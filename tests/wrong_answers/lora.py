@@ -271,6 +271,22 @@ class _ZeroedB(_Slips):
         self.B.zero_()
 
 
+class _Seeded(_Slips):
+    """The same numbers in every run, for reproducibility."""
+
+    def __init__(self, linear, rank, alpha):
+        torch.manual_seed(0)
+        super().__init__(linear, rank, alpha)
+
+
+class _MergedUnderNoGrad(_Slips):
+    """Merged is for inference."""
+
+    def forward(self, x):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.merged):
+            return super().forward(x)
+
+
 class _LosesTheBias(_Slips):
     def forward(self, x):
         if self.merged:
@@ -306,6 +322,7 @@ WRONG = {
         Wrong("both drawn", _slips(b="drawn"), "it begins as the layer", "must be zero"),
         Wrong("both zero", _slips(a="zero"), "it learns", "with both zero"),
         Wrong("A of ones", _slips(a="ones"), "it learns", "update of a lower rank"),
+        Wrong("a seed of its own", _Seeded, "it learns", "set inside the layer"),
         Wrong("the bias trained", _slips(frozen="weight"), "what is trained", "its bias too"),
         Wrong("W trained", _slips(frozen="bias"), "what is trained", "W itself is trained"),
         Wrong("all trained", _slips(frozen="none"), "what is trained", "The layer itself"),
@@ -372,6 +389,7 @@ WRONG = {
         Wrong("there and back", _Toggles, "twice, and back", "it stays merged"),
         Wrong("unmerge first", _NeverAsked, "unmerged without a merge", "Nothing was merged"),
         Wrong("B zeroed", _ZeroedB, "unmerged, the same bits", ""),
+        Wrong("merged under no_grad", _MergedUnderNoGrad, "merged, the same values", "still learn"),
         Wrong("the bias lost", _LosesTheBias, "merged, the same values", ""),
         Wrong("merged twice, refused late", _slips(once=False), "merged twice", "in W two times"),
         Wrong("subtracts", _slips(kept=False), "unmerged, the same bits", "Keep W itself"),

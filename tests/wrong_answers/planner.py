@@ -150,6 +150,13 @@ def _rates(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
     return 1 / _fit()(work, seconds, usual, unsure)
 
 
+def _in_place(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
+    """Of the caller's own numbers."""
+    found = _fit()(work, seconds, usual, unsure)
+    work /= seconds[:, None]
+    return found
+
+
 def _normal_equations(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
     """With the runs alone: five equations for five numbers, of few runs."""
     return np.linalg.solve(work.T @ work, work.T @ seconds)
@@ -296,6 +303,7 @@ WRONG = {
         Wrong("cut to the range", _within_bounds, "what no run tells", "keep that"),
         Wrong("multiples of the usual", _multiples, "what runs tell", "these are multiples"),
         Wrong("by the largest part", _by_largest_part, "what runs tell", "A row for each run"),
+        Wrong("divided in place", _in_place, "what runs tell", "arrays of your own"),
         Wrong("runs without error", _fit(noise=1e-6), "what no run tells", "over its error"),
     ),
     "planner/exam": (

@@ -150,6 +150,17 @@ def _learns(attempt: Callable) -> str:
             "Equal rows get equal gradients and stay equal: you train an update of a lower rank. "
             "Draw the factor at random.",
         )
+    after = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        _made(attempt, _linear(), rank, alpha)
+        after.append(torch.rand(2).tolist())
+    if after[0] == after[1]:
+        raise Failed(
+            "whatever seed the program has set, after your layer it draws the same numbers",
+            "A seed is set inside the layer: every layer draws what the last one drew, and so do "
+            "dropout and the order of data. Draw from the generator as it stands.",
+        )
     return "two steps move A and B"
 
 
@@ -423,6 +434,9 @@ def _values(attempt: Callable) -> str:
             f"merged, the output is off by {100 * off:.2g} %",
             "W + (α/r)·B·A takes the place of W, and the adapter's own product is left out.",
         )
+    if not layer(x.clone().requires_grad_()).requires_grad:
+        hint = "Merged or not, the layers below still learn: no no_grad, no detach in forward."
+        raise Failed("merged, no gradient comes back to x", hint)
     return "merged = beside"
 
 

@@ -198,7 +198,8 @@ def _measured() -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
 
 
 def _fitted(attempt: Callable, done: Any, seconds: Any, usual: Any, case: str) -> np.ndarray:
-    given = [np.array(each) for each in (done, seconds, usual, _UNSURE)]
+    names, right = ("work", "seconds", "usual", "unsure"), (done, seconds, usual, _UNSURE)
+    given = [np.array(each) for each in right]
     try:
         answer = attempt(*given)
         found = np.array(answer, dtype=float)
@@ -207,6 +208,10 @@ def _fitted(attempt: Callable, done: Any, seconds: Any, usual: Any, case: str) -
         raise Failed(f"{case}: {error}", told) from None
     except (TypeError, ValueError) as error:
         raise Failed(f"{case}: {error}", "Return five numbers: seconds per unit of work.") from None
+    for name, before, after in zip(names, right, given, strict=True):
+        if not np.array_equal(before, after):
+            hint = "The caller fits them again with other runs: divide into arrays of your own."
+            raise Failed(f"{case}: {name} is changed in place", hint)
     if found.shape != (5,):
         shape = f"{case}: you returned an array of shape {list(found.shape)}, not [5]"
         raise Failed(shape, "Seconds per unit of each kind of work, as `usual` has them.")
