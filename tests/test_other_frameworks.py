@@ -165,11 +165,16 @@ def test_megatron_parses_and_accepts_its_flags():
 
 ACCELERATE = """
 import shlex
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import launch
+launch.is_port_in_use = lambda port: False
 def parsed(text):
     words = shlex.split(text.replace("\\\\\\n", " "))
-    found = vars(launch_command_parser().parse_args(words[2:]))
-    return {name: found[name] for name in found if "parallelism_config" in name or "fsdp" in name}
+    asked = launch_command_parser().parse_args(words[2:])
+    launch.prepare_multi_gpu_env(_validate_launch_command(asked)[0])
+    found = vars(asked)
+    names = ("parallelism_config", "fsdp", "rdzv", "nnodes", "nproc")
+    return {name: found[name] for name in found if any(map(name.__contains__, names))}
 print(json.dumps({name: parsed(text) for name, text in json.load(sys.stdin).items()}))
 """
 
@@ -182,3 +187,5 @@ def test_accelerate_parses_its_flags():
         assert found[name]["parallelism_config_dp_shard_size"] == plan.dp
         assert found[name]["parallelism_config_tp_size"] == plan.tp
         assert found[name]["fsdp_reshard_after_forward"] == str(plan.zero == 3).lower()
+        assert (found[name]["rdzv_backend"], found[name]["rdzv_endpoint"]) == ("c10d", "$node0:29400")
+        assert (found[name]["nnodes"], found[name]["nproc_per_node"]) == ("8", "8")

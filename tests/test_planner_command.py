@@ -95,7 +95,7 @@ def test_the_table_the_rows_and_the_reasons(capsys):
     slow = command.options().parse_args([*BASE.split(), "--between", "25GB/s"])
     assert command.asked(slow).cluster.between == 25e9
     status, out, _ = run(capsys, f"{BASE} --export megatron")
-    assert status == 0 and "torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py" in out
+    assert status == 0 and "torchrun --nnodes 2 --nproc-per-node 8 " in out
 
 
 def test_a_plan_is_written_in_words_and_read_again(capsys, tmp_path):
@@ -355,7 +355,14 @@ def test_words_follow_the_plan():
     assert flags["fsdp_reshard_after_forward"] == "false" and flags["num_processes"] == 32
     few = replace(JOB, cluster=replace(JOB.cluster, nodes=2))
     plain = export.export("megatron", few, planner.Plan(dp=16, micro_batches=32))
-    assert plain.startswith("torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py")
+    meet = '--rdzv-id plan --rdzv-backend c10d --rdzv-endpoint "$node0:29400"'
+    begin = ["torchrun --nnodes 2 --nproc-per-node 8", meet, "pretrain_gpt.py "]
+    assert plain.startswith(" \\\n  ".join(begin))
+    one = replace(JOB, cluster=replace(JOB.cluster, nodes=1))
+    plain = export.export("megatron", one, planner.Plan(dp=8, micro_batches=64))
+    assert plain.startswith("torchrun --nproc-per-node 8 \\\n  pretrain_gpt.py ")
+    alone = export.accelerate_values(one, planner.Plan(dp=8, micro_batches=64, zero=3))
+    assert "main_process_ip" not in alone and alone["num_machines"] == 1
     for cp, way, said in ((1, None, False), (2, "alltoall", True), (16, "alltoall", False)):
         shards = planner.Plan(cp=cp, dp=64 // cp, micro_batches=8 * cp, zero=3)
         there = export.torchtitan_values(JOB, shards)["parallelism"]

@@ -1,7 +1,8 @@
 """A plan in the words of the frameworks that train it, from tables of their names by version.
 
 torchtitan 0.2.2 reads TOML, 0.3.0 and later a Python function; Megatron-LM and Accelerate take
-flags. What a framework cannot do of a plan is refused, with what would.
+flags, the same on each node, which meet at a port of the one that `$node0` names. What a framework
+cannot do of a plan is refused, with what would.
 
 Source: what their own parsers and checks take (`tests/test_other_frameworks.py`).
 """
@@ -25,6 +26,7 @@ TORCHTITAN_NAMES = {
     "activation_checkpoint": ("mode",),
 }  # fmt: skip
 """The names that the TOML of torchtitan 0.2.2 may have, by section."""
+_PORT = 29400  # of `$node0`, the name of one of the nodes, where they meet
 _SCHEDULES = {"one_f_one_b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
 
 
@@ -179,12 +181,16 @@ def megatron_values(job: Job, plan: Plan) -> dict[str, Any]:
 
 
 def megatron(job: Job, plan: Plan) -> str:
-    """Flags of Megatron-LM for a shell; those of the model and the data are left to you."""
+    """Flags of Megatron-LM for a shell, alike on each node; those of the model and the data are
+    left to you."""
     flags = [_flag("--" + name, value) for name, value in megatron_values(job, plan).items()]
-    ranks = f"--nnodes {job.cluster.nodes} --nproc-per-node {job.cluster.gpus_per_node}"
+    ranks, meet = f"--nproc-per-node {job.cluster.gpus_per_node}", []
+    if job.cluster.nodes > 1:
+        ranks = f"--nnodes {job.cluster.nodes} {ranks}"
+        meet = [f'--rdzv-id plan --rdzv-backend c10d --rdzv-endpoint "$node0:{_PORT}"']
     # Its checks ask for this with tp or cp before Blackwell, and forbid it to its FSDP.
     queues = "CUDA_DEVICE_MAX_CONNECTIONS=1 " * (plan.tp * plan.cp > 1 and plan.zero < 2)
-    begin = [f"{queues}torchrun {ranks} pretrain_gpt.py", '"${MODEL_AND_DATA[@]}"']
+    begin = [f"{queues}torchrun {ranks}", *meet, 'pretrain_gpt.py "${MODEL_AND_DATA[@]}"']
     return " \\\n  ".join([*begin, *flags]) + "\n"
 
 
@@ -200,9 +206,14 @@ def accelerate_values(job: Job, plan: Plan) -> dict[str, Any]:
         raise ValueError(f"FSDP2 has no level {plan.zero} of ZeRO: choose a plan of level 2 or 3")
     _refuse_selective(plan, "FSDP2")
     ring = {"parallelism_config_cp_comm_strategy": "alltoall"} if plan.cp > 1 else {}
+    meet = {  # it reads a rank of each machine, and c10d gives its own
+        "machine_rank": 0, "rdzv_backend": "c10d",
+        "main_process_ip": "$node0", "main_process_port": _PORT,
+    } if job.cluster.nodes > 1 else {}  # fmt: skip
     return {
         "num_processes": plan.gpus,
         "num_machines": job.cluster.nodes,
+        **meet,
         "mixed_precision": "bf16",
         "use_fsdp": True,
         "fsdp_version": 2,
@@ -218,13 +229,15 @@ def accelerate_values(job: Job, plan: Plan) -> dict[str, Any]:
 
 
 def accelerate(job: Job, plan: Plan) -> str:
-    """`accelerate launch` with FSDP2 for a shell; batch and sequence are the script's."""
+    """`accelerate launch` with FSDP2 for a shell, alike on each node; batch and sequence are the
+    script's."""
     flags = [_flag("--" + name, value) for name, value in accelerate_values(job, plan).items()]
     return " \\\n  ".join(["accelerate launch", *flags, "train.py"]) + "\n"
 
 
 def _flag(name: str, value: Any) -> str:
     quoted = f"'{value}'" if isinstance(value, str) and "|" in value else value
+    quoted = f'"{value}"' if isinstance(value, str) and "$" in value else quoted
     return name if value is True else f"{name} {quoted}"
 
 
