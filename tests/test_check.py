@@ -174,6 +174,11 @@ def test_ranks_that_do_not_end_are_stopped_and_the_next_attempt_runs(monkeypatch
     assert check.check("collectives/ordered-sends", collectives.shift).passed
 
 
+def test_a_sound_rank_may_be_late_on_a_busy_machine():
+    """The clock of checks counts computing; that of ranks runs on while others compute."""
+    assert _ranks.world_of(2).timeout > 10 * _clock.WAITING * check.SECONDS
+
+
 def test_an_interrupt_is_still_the_learners(doubling):
     def interrupted(n):
         raise KeyboardInterrupt

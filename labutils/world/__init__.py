@@ -83,7 +83,7 @@ class World:
         mesh: int | Mesh,
         engine: str | None = None,
         *,
-        timeout: float = 30.0,
+        timeout: float = 120.0,
         assume: Assume | None = None,
     ) -> None:
         mesh = mesh if isinstance(mesh, Mesh) else Mesh(dp=mesh)

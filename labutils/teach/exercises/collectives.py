@@ -525,7 +525,7 @@ def _hunt_sound(attempt: Callable) -> str:
     sound = {"ring": collectives.all_reduce_ring}
     sound["halving and doubling"] = collectives.all_reduce_halving_doubling
     for name, all_reduce in sound.items():
-        with world.World(4, engine="threads", timeout=10) as four:
+        with world.World(4, engine="threads", timeout=_ranks.PATIENCE) as four:
             if complaints := _said(attempt, all_reduce, four):
                 raise Failed(
                     f"your test complains about a sound all-reduce by {name}: {complaints}",
@@ -556,7 +556,7 @@ IMPOSTORS: dict[str, Callable] = {
 
 def _catches(attempt: Callable, advice: dict[str, str]) -> str:
     for told, hint in advice.items():
-        with world.World(4, engine="threads", timeout=10) as four:
+        with world.World(4, engine="threads", timeout=_ranks.PATIENCE) as four:
             if not _said(attempt, IMPOSTORS[told], four):
                 raise Failed(f"your test lets pass {told}", hint)
     return f"{len(advice)} impostors"
