@@ -37,7 +37,7 @@ from labutils.world.worker import be_rank
 
 MAX_RANKS = 250  # of one machine
 _LOOK = 0.02  # seconds between looks at ranks that are to end
-_PATIENCE = 0.3  # seconds that ranks get to end once they are told to
+_PATIENCE = 2.0  # seconds that ranks get to end once they are told to
 _START = 300.0  # seconds that the fork server gets to load torch, on a busy machine
 # Elsewhere the system's own libraries don't survive a fork, and each rank loads torch for itself.
 _METHOD = "forkserver" if sys.platform == "linux" else "spawn"

@@ -18,7 +18,7 @@ from labutils.world.messages import Endpoint, Request, misfit, out_of_time
 from labutils.world.rank import ERR, OUT, Outcome, Rank, conclude, perform
 
 MAX_THREADS = 1024
-GRACE = 0.2  # seconds that the other ranks get to come to their own end after one has failed
+GRACE = 1.0  # seconds that the other ranks get to come to their own end after one has failed
 
 
 class Rendezvous(Endpoint):
