@@ -1,6 +1,7 @@
 """What is predicted is what is measured, to the byte."""
 
 import functools
+import gc
 import random
 import re
 from dataclasses import replace
@@ -230,6 +231,15 @@ def test_other_primes_give_the_same_formulas():
     for kind in kinds(4):
         one, other = (formulas.recorded(kind, formulas.DEPTH, primes) for primes in (0, 1))
         assert one == other
+
+
+def test_a_recording_leaves_frozen_what_a_caller_has_frozen():
+    """And nothing else: of what it froze itself, garbage is found again."""
+    (kind,) = kinds(1)
+    for frozen in (False, True):  # the tests' own are frozen again at the end
+        gc.freeze() if frozen else gc.unfreeze()
+        formulas.recorded.__wrapped__(kind, 1)
+        assert bool(gc.get_freeze_count()) == frozen
 
 
 def test_a_size_that_is_no_product_is_refused():

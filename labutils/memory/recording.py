@@ -42,13 +42,16 @@ def record(model: ModelConfig, train: TrainConfig, primes: Mapping[str, int]) ->
     Raises ValueError where a storage is no product of these letters and a power of two, nor as
     large as the weights of a layer.
     """
-    gc.freeze()  # what was there before is not searched for garbage
+    ours = gc.get_freeze_count() == 0  # or unfreeze() would take back what a caller has frozen
+    if ours:
+        gc.freeze()  # what was there before is not searched for garbage
     try:
         # In a thread of its own, where no mode, hook, autocast or no_grad of the caller's is seen.
         with World(Mesh()) as one:
             ((recorder, places),) = one.run(_run, model, train)
     finally:
-        gc.unfreeze()
+        if ours:
+            gc.unfreeze()
     gathered = anatomy.units(model).values() if train.zero == 3 else ()
     units = {sum(sizes): [factored(size, primes) for size in sizes] for sizes in gathered}
     lives = []
