@@ -762,7 +762,7 @@ explore(knobs, tp=[1, 2, 4, 8], cp=[1, 2, 4, 8], pp=[1, 8], zero=[1, 3])
 # %% [markdown]
 # ## In practice
 #
-# From a shell: `python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100`. Flags for Megatron-LM, torchtitan and Accelerate come with `--export`; here are those of 1F1B with ZeRO-1, the same on each node (`$node0` names one of them):
+# From a shell: `python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100`. `--export` gives flags for Megatron-LM, torchtitan and Accelerate; here 1F1B with ZeRO-1 (`$node0` names a node):
 
 # %%
 print(export("megatron", llama, fastest[0].plan))
