@@ -187,5 +187,5 @@ def test_accelerate_parses_its_flags():
         assert found[name]["parallelism_config_dp_shard_size"] == plan.dp
         assert found[name]["parallelism_config_tp_size"] == plan.tp
         assert found[name]["fsdp_reshard_after_forward"] == str(plan.zero == 3).lower()
-        assert (found[name]["rdzv_backend"], found[name]["rdzv_endpoint"]) == ("c10d", "$node0:29400")
+        assert (found[name]["rdzv_backend"], found[name]["rdzv_endpoint"]) == ("c10d", "${node0:?}:29400")
         assert (found[name]["nnodes"], found[name]["nproc_per_node"]) == ("8", "8")

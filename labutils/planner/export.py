@@ -1,8 +1,8 @@
 """A plan in the words of the frameworks that train it, from tables of their names by version.
 
 torchtitan 0.2.2 reads TOML, 0.3.0 and later a Python function; Megatron-LM and Accelerate take
-flags, the same on each node, which meet at a port of the one that `$node0` names. What a framework
-cannot do of a plan is refused, with what would.
+flags, the same on each node. Nodes meet at a port of one of them, whose name the shell knows as
+node0, or says that it does not. What a framework cannot do of a plan is refused, with what would.
 
 Source: what their own parsers and checks take (`tests/test_other_frameworks.py`).
 """
@@ -26,7 +26,7 @@ TORCHTITAN_NAMES = {
     "activation_checkpoint": ("mode",),
 }  # fmt: skip
 """The names that the TOML of torchtitan 0.2.2 may have, by section."""
-_PORT = 29400  # of `$node0`, the name of one of the nodes, where they meet
+_NODE, _PORT = "${node0:?}", 29400  # where nodes meet
 _SCHEDULES = {"one_f_one_b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
 
 
@@ -187,7 +187,7 @@ def megatron(job: Job, plan: Plan) -> str:
     ranks, meet = f"--nproc-per-node {job.cluster.gpus_per_node}", []
     if job.cluster.nodes > 1:
         ranks = f"--nnodes {job.cluster.nodes} {ranks}"
-        meet = [f'--rdzv-id plan --rdzv-backend c10d --rdzv-endpoint "$node0:{_PORT}"']
+        meet = [f'--rdzv-id plan --rdzv-backend c10d --rdzv-endpoint "{_NODE}:{_PORT}"']
     # Its checks ask for this with tp or cp before Blackwell, and forbid it to its FSDP.
     queues = "CUDA_DEVICE_MAX_CONNECTIONS=1 " * (plan.tp * plan.cp > 1 and plan.zero < 2)
     begin = [f"{queues}torchrun {ranks}", *meet, 'pretrain_gpt.py "${MODEL_AND_DATA[@]}"']
@@ -206,9 +206,9 @@ def accelerate_values(job: Job, plan: Plan) -> dict[str, Any]:
         raise ValueError(f"FSDP2 has no level {plan.zero} of ZeRO: choose a plan of level 2 or 3")
     _refuse_selective(plan, "FSDP2")
     ring = {"parallelism_config_cp_comm_strategy": "alltoall"} if plan.cp > 1 else {}
-    meet = {  # it reads a rank of each machine, and c10d gives its own
+    meet = {  # a rank of the machine must be given, and c10d gives others
         "machine_rank": 0, "rdzv_backend": "c10d",
-        "main_process_ip": "$node0", "main_process_port": _PORT,
+        "main_process_ip": _NODE, "main_process_port": _PORT,
     } if job.cluster.nodes > 1 else {}  # fmt: skip
     return {
         "num_processes": plan.gpus,
@@ -236,9 +236,10 @@ def accelerate(job: Job, plan: Plan) -> str:
 
 
 def _flag(name: str, value: Any) -> str:
-    quoted = f"'{value}'" if isinstance(value, str) and "|" in value else value
-    quoted = f'"{value}"' if isinstance(value, str) and "$" in value else quoted
-    return name if value is True else f"{name} {quoted}"
+    if value is True:
+        return name
+    mark = '"' if "$" in str(value) else "'" * ("|" in str(value))
+    return f"{name} {mark}{value}{mark}"
 
 
 WRITERS: dict[str, Callable[[Job, Plan], str]] = {
