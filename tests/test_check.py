@@ -179,6 +179,13 @@ def test_a_sound_rank_may_be_late_on_a_busy_machine():
     assert _ranks.world_of(2).timeout > 10 * _clock.WAITING * check.SECONDS
 
 
+@pytest.mark.parametrize("exercise", ["lora/adapter", "checkpointing/checkpoint"])
+def test_a_check_leaves_the_generator_as_it_was(exercise):
+    before = torch.get_rng_state()
+    assert check.check(exercise, exercises.find(exercise).reference).passed
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_an_interrupt_is_still_the_learners(doubling):
     def interrupted(n):
         raise KeyboardInterrupt

@@ -434,7 +434,9 @@ def _values(attempt: Callable) -> str:
             f"merged, the output is off by {100 * off:.2g} %",
             "W + (α/r)·B·A takes the place of W, and the adapter's own product is left out.",
         )
-    if not layer(x.clone().requires_grad_()).requires_grad:
+    given = x.clone().requires_grad_()
+    y = layer(given)
+    if not y.requires_grad or torch.autograd.grad(y.sum(), given, allow_unused=True)[0] is None:
         hint = "Merged or not, the layers below still learn: no no_grad, no detach in forward."
         raise Failed("merged, no gradient comes back to x", hint)
     return "merged = beside"
