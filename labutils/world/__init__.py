@@ -27,7 +27,7 @@ from labutils.world.errors import (
     WorldError,
     with_cells,
 )
-from labutils.world.messages import Work
+from labutils.world.messages import TIMEOUT, Work
 from labutils.world.processes import Processes
 from labutils.world.rank import Rank
 from labutils.world.shares import copies, marked
@@ -83,7 +83,7 @@ class World:
         mesh: int | Mesh,
         engine: str | None = None,
         *,
-        timeout: float = 120.0,
+        timeout: float = TIMEOUT,
         assume: Assume | None = None,
     ) -> None:
         mesh = mesh if isinstance(mesh, Mesh) else Mesh(dp=mesh)

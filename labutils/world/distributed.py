@@ -12,7 +12,7 @@ from labutils.config import Mesh
 from labutils.trace import Event
 from labutils.world.comm import Comm
 from labutils.world.errors import TimeoutError
-from labutils.world.messages import NO_TENSOR, Endpoint, Request
+from labutils.world.messages import NO_TENSOR, TIMEOUT, Endpoint, Request
 from labutils.world.rank import Rank
 
 
@@ -59,7 +59,7 @@ class DistributedEndpoint(Endpoint):
 
 
 def comm_of(
-    group: Any | None = None, *, timeout: float = 30.0, events: list[Event] | None = None
+    group: Any | None = None, *, timeout: float = TIMEOUT, events: list[Event] | None = None
 ) -> Comm:
     """A Comm over a `torch.distributed.ProcessGroup` that exists already, as under torchrun; under
     NCCL its tensors lie on this process's GPU.

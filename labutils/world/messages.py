@@ -153,6 +153,10 @@ def misfit(send: Request, receive: object) -> MismatchError:
     return MismatchError(f"a message does not fit where it is received:\n{both}", str(send))
 
 
+TIMEOUT = 120.0
+"""Seconds that a rank waits for another one, unless told otherwise: it may be on a busy machine."""
+
+
 def out_of_time(seconds: float, request: Request) -> TimeoutError:
     """The error of a rank that has waited too long for a message."""
     return TimeoutError(f"waited {seconds:g} s in {request.call.op}", str(request))
