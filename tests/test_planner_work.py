@@ -154,6 +154,34 @@ def test_the_bubble_is_that_of_the_played_schedule(kind, v):
     assert found == pytest.approx(most, rel=1e-3)
 
 
+@pytest.mark.parametrize("name, pp, m, v, without", [
+    ("llama-3.1-405b", 16, 64, 6, -3.7), ("llama-3.1-405b", 16, 16, 2, 1.2),
+    ("gpt3-175b", 8, 128, 8, -2.4), ("mixtral-8x7b", 4, 64, 6, -0.6), ("deepseek-v3", 8, 16, 5, -0.9),
+])  # fmt: skip
+def test_chunks_of_unequal_length_wait_as_in_the_played_schedule(monkeypatch, name, pp, m, v, without):
+    model = ModelConfig.named(name)
+    model = replace(model, seq_len=min(8192, model.seq_len))
+    plan = planner.Plan(pp=pp, micro_batches=m, schedule=work.INTERLEAVED, chunks=v)
+    times = [SILENT.of_work(row).item() for experts in (False, True) if model.num_experts > experts
+             for row in work.layer(model, plan.column(), experts)]
+    layers = stages.rank_layers(model, pp, v, even=False).swapaxes(0, 1).reshape(pp * v, 2)
+    F, B = (layers[:, : len(times) // 2] @ times[i::2] for i in (0, 1))
+    head = [SILENT.of_work(row).item() for row in work.head(model, plan.column())]
+    F[-1], B[-1] = F[-1] + head[0], B[-1] + head[1]
+    times = schedule.Durations(F=F.tolist(), B=B.tolist(), W=0)
+    played = schedule.simulate(schedule.interleaved(pp, m, v), times).makespan
+
+    def off():
+        path = rates.critical_path(model, plan.column(), SILENT)
+        return SILENT.of_work(path.busy + path.bubble).item() / played - 1
+
+    assert abs(off()) < 1e-3
+    alone = rates.critical_path(model, plan, SILENT)  # of one plan as of a column
+    assert SILENT.of_work(alone.busy + alone.bubble) / played - 1 == pytest.approx(off())
+    monkeypatch.setattr(rates, "_chunks_wait", lambda *plan: 0.0)  # what they were without it
+    assert round(100 * off(), 1) == without
+
+
 def test_a_ring_shows_as_far_as_its_attention_does_not_hide_it():
     plan = planner.Plan(tp=2, cp=4, micro_batches=2, recompute=2)
     for link, shown in ((1e7, True), (1e12, False)):

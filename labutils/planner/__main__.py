@@ -23,8 +23,9 @@ EXAMPLE = """example, Llama-3.1-70B for 15 T tokens on 64 H100:
   python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100 --tokens 15e12
 
 "Fits" means: allocated at most 90 % of the device (--reserve), since allocators reserve 3 to 9 %
-more than is allocated. Plans within 3 % of the fastest are ties, ordered by headroom, then by
-simplicity.
+more than is allocated. Plans within 3 % of the fastest are ties, ordered by headroom, in tenths
+of what fits, then by simplicity (axes in use, a schedule beyond 1F1B, ZeRO above 1,
+recomputation), then by seconds.
 """
 
 
@@ -179,7 +180,7 @@ def table(found: Found, top: int) -> Iterator[str]:
     yield (
         f"{len(found):,} legal plans, {found.fits.sum():,} allocate at most "
         f"{units.text(cluster.room)} ({1 - cluster.reserve:.0%} of the device), "
-        f"{len(found.ties)} within 3 % of the fastest (=, the roomiest first)"
+        f"{len(found.ties)} within 3 % of the fastest (=)"
     )
     days = "     days" if job.tokens else ""
     yield f"{'':>4} {'step s':>8} {'peak GB':>8} {'MFU':>6} {'tok/s/GPU':>10}{days}  plan"
@@ -192,6 +193,7 @@ def table(found: Found, top: int) -> Iterator[str]:
             f"{one.tokens_per_second:10,.0f}{days}  {text_of(one.plan)}"
         )
     yield from _hints(job)
+    yield "=: by how many tenths of those GB are left, then the simplest, then the fastest"
     yield "MFU: all products of the model, of attention the half that is not masked"
     if any(one.plan.zero > 1 for one in found.best(top)):
         yield "ZeRO-2, ZeRO-3: assuming that their messages hide behind computing while it lasts"

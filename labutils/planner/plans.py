@@ -287,8 +287,8 @@ class Found:
 
     @functools.cached_property
     def order(self) -> np.ndarray:
-        """Places of the plans that fit: ties of the fastest first, by headroom in tenths of the
-        device, then by simplicity, then by seconds; then the others by seconds."""
+        """Places of the plans that fit: ties of the fastest first, by headroom in tenths of
+        what fits, then by simplicity, then by seconds; then the others by seconds."""
         fit = np.flatnonzero(self.fits)
         seconds = self.seconds[fit]
         tied = seconds <= seconds.min(initial=math.inf) * (1 + TIE)

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from labutils import schedule
 from labutils.config import DATA, Hardware, ModelConfig
 from labutils.planner import stages, work
 from labutils.planner.cluster import Cluster
-from labutils.planner.work import GPIPE, LINKS, WORK, ZB_H1, Numbers, Plan
+from labutils.planner.work import GPIPE, INTERLEAVED, LINKS, WORK, ZB_H1, Numbers, Plan
 
 NAMES = ("products", "attention", "memory", "link", "kernel")
 # What training reaches of a data sheet, and seconds of a kernel, before a run is seen; and how far
@@ -201,9 +202,9 @@ def critical_path(
     here it is in the kernels, three for each collective. With 2 µs in a node and 5 between nodes,
     Llama-3.1-70B on 64 H100 with 4 to 64 micro-batches takes up to 2 % longer with pp, dp and tp
     (with one micro-batch and dp = 64 it is 6 %), 6 % with tp = 8 and cp = 4, 12 % with 8 of each.
-    Chunks of unequal length wait for each other besides, 1 % in the mean.
+    What chunks wait for each other besides is `_unequal`'s, within 0.1 %.
     """
-    at = at or stages.places(model, p)
+    at, known = at or stages.places(model, p), work.shape(model)
     slow, far = _slowness(model, p, cluster)
     passes, hidden = _passes(model, p, slow, stack), 1 * ((p.chunks > 1) & p.modern)
     seconds = [None if row is None else rates.of_work(row) for row in passes["kinds"]]
@@ -223,6 +224,9 @@ def critical_path(
 
     own, apart = along(passes["kinds"])
     extra = _layers(mine.plain, mine.sparse, passes["again"])
+    if work.some(looped := p.schedule == INTERLEAVED):
+        each = known.num_plain, known.num_sparse
+        apart = apart + _unequal(model, p, looped) * _layers(*each, passes["kinds"][:2])
     if work.some(split := (p.schedule == ZB_H1) & (p.micro_batches >= p.pp)):
         apart[0] -= 2 * passes["weights"] * (1 - 1 / p.pp) * split
     dense, expert = stages.held_weights(model, p, at)
@@ -318,6 +322,41 @@ def _through(p: Plan, at: stages.Place, spent: _Spent) -> tuple[np.ndarray, tupl
     last = (late > 0) & (twice | (late > early))
     path = m * spent.own + spent.before + first * early + last * late
     return path, (1 * first, 1 * last, ahead)
+
+
+def _unequal(model: ModelConfig, p: Plan, looped: Numbers) -> Numbers:
+    """Of plans that are `looped` what chunks wait for each other, in passes of the whole model."""
+    columns = p.pp, p.chunks, p.micro_batches, p.even
+    if not isinstance(looped, np.ndarray):
+        return _chunks_wait(model, *columns)
+    found, where = work.each_once(
+        functools.partial(_chunks_wait, model), [column * looped for column in columns]
+    )
+    return np.array(found)[where]
+
+
+@functools.lru_cache(maxsize=4096)
+def _chunks_wait(model: ModelConfig, pp: int, chunks: int, m: int, even: bool) -> float:
+    """How much longer an interleaved schedule plays than the path through one rank says, since
+    chunks of other ranks are longer or shorter than its own, or the head is: in passes of the whole
+    model, forward and backward. After eight rounds it grows by as much with each."""
+    if pp < 2 or m % pp:
+        return 0.0
+    if m > 8 * pp:
+        few, more = (_chunks_wait(model, pp, chunks, n * pp, even) for n in (6, 8))
+        return more + (m - 8 * pp) / (2 * pp) * (more - few)
+    p = Plan(pp=pp, chunks=chunks, micro_batches=m, schedule=INTERLEAVED, even=bool(even))
+    rows = _passes(model, p, np.ones(len(WORK)), "megatron")["kinds"]
+    kinds = [0.0 if row is None else float(row[:2].sum()) for row in rows]  # FLOPs
+    whole, forward, head = np.array(kinds[:2]), np.array(kinds[2:4]), kinds[5]
+    layers = stages.rank_layers(model, pp, chunks, p.even).swapaxes(0, 1).reshape(-1, 2)
+    F, B = layers @ forward, layers @ (whole - forward)
+    F[-1], B[-1] = F[-1] + head / 3, B[-1] + 2 * head / 3
+    times = schedule.Durations(F=F.tolist(), B=B.tolist(), W=0)
+    played = schedule.simulate(schedule.interleaved(pp, m, chunks), times).makespan
+    at = stages.places(model, p)
+    path = _through(p, at, _spent(p, at, 1, kinds))[0].max()
+    return float(played - path) / float(layers.sum(axis=0) @ whole)
 
 
 def _passes(model: ModelConfig, p: Plan, slow: np.ndarray, stack: str) -> dict:

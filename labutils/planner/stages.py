@@ -132,12 +132,7 @@ def places(model: ModelConfig, p: Plan) -> Place:
     columns = (p.pp, p.chunks, p.even, p.schedule, m)
     if not isinstance(m, np.ndarray):
         return Place(*np.array(_moments(model, *columns)).T)
-    sizes = [1 + int(np.max(column)) for column in columns]
-    keys, where = np.unique(np.ravel_multi_index(columns, sizes), return_inverse=True)
-    found = [
-        _moments(model, int(pp), int(v), bool(even), int(kind), int(few))
-        for pp, v, even, kind, few in zip(*np.unravel_index(keys, sizes), strict=True)
-    ]
+    found, where = work.each_once(functools.partial(_moments, model), columns)
     most = max(map(len, found))
     rows = np.array([each + each[:1] * (most - len(each)) for each in found])
     return Place(*rows.T[:, :, where])

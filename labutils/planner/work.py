@@ -8,7 +8,7 @@ sent on each axis.
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -286,6 +286,17 @@ def least(one: Numbers, other: Numbers) -> Numbers:
 def some(so: Numbers) -> bool:
     """`np.any`; of a single truth without its price."""
     return bool(so.any()) if isinstance(so, np.ndarray) else so
+
+
+def each_once(
+    answer: Callable[..., Any], columns: Sequence[np.ndarray]
+) -> tuple[list[Any], np.ndarray]:
+    """What `answer` says of each row of columns of whole numbers, asked once for rows that are
+    alike; and at which place of the list each row finds it."""
+    sizes = [1 + int(np.max(column)) for column in columns]
+    keys, where = np.unique(np.ravel_multi_index(tuple(columns), sizes), return_inverse=True)
+    rows = zip(*np.unravel_index(keys, sizes), strict=True)
+    return [answer(*map(int, row)) for row in rows], where
 
 
 def zeros(*like: Numbers) -> np.ndarray:
