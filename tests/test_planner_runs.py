@@ -134,10 +134,11 @@ def test_the_runs_do_not_tell_whether_a_gather_of_tp_hides(monkeypatch):
 def test_llama_3_table_4_from_its_first_row():
     found = planner.Rates.of(Hardware.named("H100"))
     off = [planner.residuals([run], found, cluster)[0] for run, cluster in published("Llama 3")]
-    assert [round(100 * share, 1) for share in off] == [-0.5, 1.2, 0.2]
+    assert [round(100 * share, 1) for share in off] == [-0.5, 1.0, 0.2]
     first, cluster = published("Llama 3")[0]
     fitted = planner.calibrate([first], cluster.device, cluster=cluster, prior=found, only=["products"])
-    assert found.products == pytest.approx(fitted.products, rel=6e-3)  # with this link
+    # With this link; what is left of it is a quarter of the noise that runs are assumed to have.
+    assert fitted.products / found.products == pytest.approx(0.9935, abs=2e-4)
     # The other numbers are shares of the data sheet, and attention of products as on B200.
     usual, b200 = planner.Rates.assumed(Hardware.named("H100")), planner.Rates.of(B200)
     for name in ("memory", "kernel"):

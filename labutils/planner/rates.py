@@ -28,6 +28,7 @@ FRACTIONS = (0.55, 0.45, 0.65, 0.55, 10e-6)
 UNSURE = (0.25, 0.25, 0.25, 0.25, 0.70)
 NOISE = 0.025  # of a measured step
 _PLACE = [0, 1, 2, 4, *[3] * len(LINKS)]  # of the rate for each row of work
+PLAYED = 10_000  # operations of an interleaved schedule, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +203,7 @@ def critical_path(
     here it is in the kernels, three for each collective. With 2 µs in a node and 5 between nodes,
     Llama-3.1-70B on 64 H100 with 4 to 64 micro-batches takes up to 2 % longer with pp, dp and tp
     (with one micro-batch and dp = 64 it is 6 %), 6 % with tp = 8 and cp = 4, 12 % with 8 of each.
-    What chunks wait for each other besides is `_unequal`'s, within 0.1 %.
+    What chunks wait for each other besides is played (`_unequal`), to 0.2 %.
     """
     at, known = at or stages.places(model, p), work.shape(model)
     slow, far = _slowness(model, p, cluster)
@@ -339,13 +340,22 @@ def _unequal(model: ModelConfig, p: Plan, looped: Numbers) -> Numbers:
 def _chunks_wait(model: ModelConfig, pp: int, chunks: int, m: int, even: bool) -> float:
     """How much longer an interleaved schedule plays than the path through one rank says, since
     chunks of other ranks are longer or shorter than its own, or the head is: in passes of the whole
-    model, forward and backward. After eight rounds it grows by as much with each."""
+    model, forward and backward. Played are PLAYED operations, and eight rounds at least: after them
+    it grows evenly."""
     if pp < 2 or m % pp:
         return 0.0
-    if m > 8 * pp:
-        few, more = (_chunks_wait(model, pp, chunks, n * pp, even) for n in (6, 8))
-        return more + (m - 8 * pp) / (2 * pp) * (more - few)
-    p = Plan(pp=pp, chunks=chunks, micro_batches=m, schedule=INTERLEAVED, even=bool(even))
+    rounds, most = m // pp, max(8, PLAYED // (2 * pp * pp * chunks))
+    if rounds <= most:
+        return _plays_longer(model, pp, chunks, rounds, even)
+    few, more = (_plays_longer(model, pp, chunks, n, even) for n in (most - 2, most))
+    return more + (rounds - most) / 2 * (more - few)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plays_longer(model: ModelConfig, pp: int, chunks: int, rounds: int, even: bool) -> float:
+    """The same of so many rounds of pp micro-batches, which are all played."""
+    sizes = dict(pp=pp, micro_batches=rounds * pp, chunks=chunks)
+    p = Plan(**sizes, schedule=INTERLEAVED, even=bool(even))
     rows = _passes(model, p, np.ones(len(WORK)), "megatron")["kinds"]
     kinds = [0.0 if row is None else float(row[:2].sum()) for row in rows]  # FLOPs
     whole, forward, head = np.array(kinds[:2]), np.array(kinds[2:4]), kinds[5]
@@ -353,9 +363,8 @@ def _chunks_wait(model: ModelConfig, pp: int, chunks: int, m: int, even: bool) -
     F, B = layers @ forward, layers @ (whole - forward)
     F[-1], B[-1] = F[-1] + head / 3, B[-1] + 2 * head / 3
     times = schedule.Durations(F=F.tolist(), B=B.tolist(), W=0)
-    played = schedule.simulate(schedule.interleaved(pp, m, chunks), times).makespan
-    at = stages.places(model, p)
-    path = _through(p, at, _spent(p, at, 1, kinds))[0].max()
+    played = schedule.simulate(schedule.interleaved(*sizes.values()), times).makespan
+    path = _through(p, at := stages.places(model, p), _spent(p, at, 1, kinds))[0].max()
     return float(played - path) / float(layers.sum(axis=0) @ whole)
 
 
