@@ -342,19 +342,19 @@ def _chunks_wait(model: ModelConfig, pp: int, chunks: int, m: int, even: bool) -
     chunks of other ranks are longer or shorter than its own, or the head is: in passes of the whole
     model, forward and backward. Played are PLAYED operations, and eight rounds at least: after them
     it grows evenly."""
-    if pp < 2 or m % pp:
+    most = pp * max(8, PLAYED // (2 * pp * pp * chunks))
+    if pp < 2:
         return 0.0
-    rounds, most = m // pp, max(8, PLAYED // (2 * pp * pp * chunks))
-    if rounds <= most:
-        return _plays_longer(model, pp, chunks, rounds, even)
-    few, more = (_plays_longer(model, pp, chunks, n, even) for n in (most - 2, most))
-    return more + (rounds - most) / 2 * (more - few)
+    if m <= most:
+        return _plays_longer(model, pp, chunks, m, even)
+    few, more = (_plays_longer(model, pp, chunks, n, even) for n in (most - 2 * pp, most))
+    return more + (m - most) / (2 * pp) * (more - few)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plays_longer(model: ModelConfig, pp: int, chunks: int, rounds: int, even: bool) -> float:
-    """The same of so many rounds of pp micro-batches, which are all played."""
-    sizes = dict(pp=pp, micro_batches=rounds * pp, chunks=chunks)
+def _plays_longer(model: ModelConfig, pp: int, chunks: int, m: int, even: bool) -> float:
+    """The same, all of it played."""
+    sizes = dict(pp=pp, micro_batches=m, chunks=chunks)
     p = Plan(**sizes, schedule=INTERLEAVED, even=bool(even))
     rows = _passes(model, p, np.ones(len(WORK)), "megatron")["kinds"]
     kinds = [0.0 if row is None else float(row[:2].sum()) for row in rows]  # FLOPs
