@@ -342,10 +342,9 @@ def _chunks_wait(model: ModelConfig, pp: int, chunks: int, m: int, even: bool) -
     chunks of other ranks are longer or shorter than its own, or the head is: in passes of the whole
     model, forward and backward. Played are PLAYED operations, and eight rounds at least: after them
     it grows evenly."""
-    most = pp * max(8, PLAYED // (2 * pp * pp * chunks))
-    if pp < 2:
+    if pp < 2:  # also of plans that are not interleaved
         return 0.0
-    if m <= most:
+    if m <= (most := pp * max(8, PLAYED // (2 * pp * pp * chunks))):
         return _plays_longer(model, pp, chunks, m, even)
     few, more = (_plays_longer(model, pp, chunks, n, even) for n in (most - 2 * pp, most))
     return more + (m - most) / (2 * pp) * (more - few)
