@@ -688,6 +688,11 @@ class Hardware:
             reached_source=row["reached"],
         )
 
+    @property
+    def half(self) -> str:
+        """Of its formats in 16 bits that which needs no loss scale: bf16, or fp16 without it."""
+        return "bf16" if "bf16" in self.flops else "fp16"
+
     def rate(self, kind: str = "products", fmt: str = "bf16") -> float:
         """FLOPs per second that products or attention reach in a format.
 

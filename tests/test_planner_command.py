@@ -257,6 +257,19 @@ def test_the_first_row_that_a_framework_has_is_exported(capsys):
     assert not run(capsys, f"{BASE} --export megatron")[2]
 
 
+@pytest.mark.parametrize("gpu", Hardware.names())
+def test_every_device_has_plans(capsys, gpu):
+    words = f"--model gpt2 --nodes 1 --gpu {gpu} --top 1"
+    status, out, err = run(capsys, f"{words} --explain")
+    assert (status, err) == (0, "") and "%" in out
+    assert json.loads(run(capsys, f"{words} --json")[1])[0]["mfu"]["causal"] > 0.1
+    old = gpu in ("V100", "T4")
+    assert (f"{gpu} has no bf16: counted is fp16" in out) is old
+    status, flags, err = run(capsys, f"{words} --export megatron")
+    assert (status, "--bf16" in flags) == ((2, False) if old else (0, True))
+    assert (f"{gpu} has no bf16, which these flags ask for: take the degrees" in err) is old
+
+
 def test_tokens_have_suffixes():
     job = command.asked(command.options().parse_args(f"{BASE} --tokens 1.5t".split()))
     assert job.tokens == 1.5e12 and [command._tokens(w) for w in ("2K", "4M", "1B")] == [2e3, 4e6, 1e9]

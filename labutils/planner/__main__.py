@@ -204,7 +204,8 @@ def table(found: Found, top: int) -> Iterator[str]:
 
 
 def _hints(job: Job) -> Iterator[str]:
-    """What a batch costs that GPUs share unevenly, and a vocabulary that they cannot share."""
+    """What a batch costs that GPUs share unevenly, a vocabulary that they cannot share, and GPUs
+    without bf16."""
     batch, gpus, near = job.batch, job.cluster.gpus, job.fitting_batch
     if near != batch:
         many, one = f"{gpus:,} GPUs", f"a batch of {batch:,} sequences"
@@ -218,6 +219,8 @@ def _hints(job: Job) -> Iterator[str]:
             f"no plan has tp, which would divide vocab_size={words:,}: Megatron-LM pads it, "
             f"so give a config.json with {padded:,}"
         )
+    if (device := job.cluster.device).half != "bf16":
+        yield f"{device.name} has no bf16: counted is fp16, as many bytes, and a loss scale to set"
 
 
 def details(estimate: Estimate) -> Iterator[str]:

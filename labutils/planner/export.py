@@ -253,8 +253,12 @@ WRITERS: dict[str, Callable[[Job, Plan], str]] = {
 def export(name: str, job: Job, plan: Plan) -> str:
     """The plan for a framework: a name of `WRITERS`.
 
-    Raises ValueError: for what the framework has not, and for an unknown name.
+    Raises ValueError: for what the framework has not, for an unknown name, and for a device without
+        bf16, which all of them write.
     """
     if name not in WRITERS:
         raise ValueError(f"no format {name!r}: there are {', '.join(WRITERS)}")
+    if (device := job.cluster.device).half != "bf16":
+        said = f"{device.name} has no bf16, which these flags ask for"
+        raise ValueError(f"{said}: take the degrees of --json, and the framework's flags for fp16")
     return WRITERS[name](job, plan)

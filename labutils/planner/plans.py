@@ -225,13 +225,14 @@ class Estimate:
         return tokens / self.seconds / self.job.cluster.gpus
 
     def mfu(self, convention: str = "causal") -> float:
-        """Model FLOPs per second as a share of the bf16 peak.
+        """Model FLOPs per second as a share of the peak in bf16, or in fp16 without it.
 
         convention: "6N": six for each parameter that a token meets; "causal": all products, of
             attention the half that is not masked; "full": attention in full, as Korthikanti et al.
         """
         per_token = flops_per_token(self.job.model)[convention]
-        return per_token * self.tokens_per_second / self.job.cluster.device.flops["bf16"]
+        device = self.job.cluster.device
+        return per_token * self.tokens_per_second / device.flops[device.half]
 
     @property
     def days(self) -> float:

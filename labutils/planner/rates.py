@@ -70,7 +70,7 @@ class Rates:
     @classmethod
     def assumed(cls, device: Hardware) -> "Rates":
         """Usual shares of a data sheet, for a device of which no run is known."""
-        peak = max(device.flops.get(name, 0) for name in ("bf16", "fp16"))
+        peak = device.flops[device.half]
         sheet = (peak, peak, device.memory_bandwidth, device.link_bandwidth, 1)
         named: Any = dict(zip(NAMES, np.multiply(sheet, FRACTIONS).tolist(), strict=True))
         return cls(**named, source=f"usual shares of the data sheet of {device.name}, no run seen")
