@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import random
 
@@ -30,6 +31,23 @@ def _blocks(length, rank, size, epoch):
     return order.repeat(size)[rank * each :][:each]
 
 
+def _by_hashes(length, rank, size, epoch):
+    """Sorted by what SHA-256 makes of epoch and index."""
+
+    def digest(i):
+        return hashlib.sha256(f"{epoch}/{i}".encode()).digest()
+
+    order = sorted(range(length), key=digest)
+    return [order[(rank + k * size) % length] for k in range(-(-length // size))]
+
+
+def _seeded_and_put_back(length, rank, size, epoch):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(epoch)
+        order = torch.randperm(length).tolist()
+    return [order[i % length] for i in range(rank, -(-length // size) * size, size)]
+
+
 # ── reduce as you go ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -51,6 +69,21 @@ def _in_place(module, comm):
             parameter.copy_(comm.broadcast(parameter.detach().clone()))
     for parameter in filter(lambda p: p.requires_grad, module.parameters()):
         parameter.register_post_accumulate_grad_hook(average)
+
+
+def _where_gradients_are_added(module, comm):
+    """Hooks of the nodes of the graph that add to .grad, as in DDP."""
+    module.nodes = []
+    for parameter in module.parameters():
+        comm.broadcast(parameter, out=parameter)
+        if parameter.requires_grad:
+            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+            def average(*_, parameter=parameter):
+                parameter.grad = comm.all_reduce(parameter.grad).div_(comm.size)
+
+            node.register_hook(average)
+            module.nodes.append(node)  # or it is gone, with its hook
 
 
 class _Under(nn.Module):
@@ -264,6 +297,8 @@ RIGHT = {
     "data_parallel/sampler": {
         "NumPy's permutation, as an array": _numpy,
         "a generator": _generator,
+        "sorted by hashes": _by_hashes,
+        "torch's generator, seeded and put back": _seeded_and_put_back,
         "blocks, as a tensor": _blocks,
         "a tuple of NumPy integers": lambda *case: tuple(_numpy(*case)),
     },
@@ -272,6 +307,7 @@ RIGHT = {
         "hooks that return the gradient": _tensor_hooks,
         "divided first, in place": _in_place,
         "a wrapper that waits at the end": _Under,
+        "hooks of the graph's nodes": _where_gradients_are_added,
     },
     "data_parallel/bug-hunt": {
         "a depth of silence": _Countdown,

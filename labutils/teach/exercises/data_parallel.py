@@ -4,10 +4,12 @@ import collections
 import functools
 import itertools
 import operator
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -112,11 +114,59 @@ def _still_together(parts: list[list[int]]) -> float:
     return sum(abs(before - after) == 1 for before, after in pairs) / len(pairs)
 
 
+def _global_draws() -> dict[str, tuple[Any, Any]]:
+    """Of each generator from which everybody draws: what its seed made, and how far it has come."""
+    python, numpys = random.getstate()[1], np.random.get_state()  # noqa: NPY002
+    return {
+        "torch's generator": (torch.initial_seed(), torch.get_rng_state().tolist()),
+        "the generator of random": (python[:-1], python[-1]),
+        "the generator of numpy.random": (numpys[1].tolist(), numpys[2]),
+    }
+
+
+@contextmanager
+def _seeded_by_the_check() -> Iterator[None]:
+    """Seeds that no attempt takes; afterwards Python's and NumPy's generators are as they were.
+
+    Each has drawn once: it makes its numbers in blocks, and the first lies behind.
+    """
+    python, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
+    for seed, draw in (
+        (random.seed, random.random),
+        (np.random.seed, np.random.random),
+        (torch.manual_seed, lambda: torch.rand(1)),
+    ):
+        seed(748_159_263)
+        draw()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpys)  # noqa: NPY002
+
+
 def _shuffled(attempt: Callable) -> str:
+    with _seeded_by_the_check():
+        return _anew_in_every_epoch(attempt)
+
+
+def _anew_in_every_epoch(attempt: Callable) -> str:
     length, size = 64, 4
-    case, drawn = f"{length} examples on {size} ranks", torch.get_rng_state()
+    case, drawn, draws = (
+        f"{length} examples on {size} ranks",
+        torch.get_rng_state(),
+        _global_draws(),
+    )
     epochs = [_dealt(attempt, length, size, epoch) for epoch in range(5)]
     first, second, *_ = epochs
+    for name, (key, place) in _global_draws().items():
+        if key == draws[name][0] and place != draws[name][1]:
+            raise Failed(
+                f"{case}: the order is drawn from {name}, and nothing in the call has seeded it",
+                "Every rank makes this call in a process of its own, where that generator is at "
+                "another place, also if you remember what it drew: each rank would cut another "
+                "order. Take a generator of your own, seeded by the epoch.",
+            )
     seeded = not torch.equal(torch.get_rng_state(), drawn)
     torch.set_rng_state(drawn)
     if first != _dealt(attempt, length, size, 0):
@@ -467,6 +517,13 @@ def _why(seen: _Seen, rank: int, step: int, wrong: list[str], hint: str) -> tupl
             f"{'every parameter still holds' if every else name + several} the rank's own gradient",
             hint or "Does every parameter have a hook, and does the hook reduce parameter.grad?",
         )
+    if n == 1 and is_(2 * right):
+        return (
+            f"the gradient of {name} is there twice",
+            "One rank has nothing to add up. A hook of register_hook runs before autograd adds "
+            "the gradient to .grad: what you write there stays under it. Return the mean, or take "
+            "register_post_accumulate_grad_hook.",
+        )
     if is_(n * right):
         return (
             f"the gradient is {n} times too large",
@@ -572,6 +629,12 @@ def _frozen(attempt: Callable) -> str:
         (first, _), (second, gradients) = _ranks.run(2, case, program, _SAME_CALLS)
     except Failed as failure:
         raise Failed(str(failure), hint) from None
+    for name, gradient in gradients.items():
+        if name.startswith("first") and gradient is not None and gradient.any():
+            raise Failed(
+                f"{case}: {name} has a gradient",
+                "It is frozen no more, and an optimizer would change it. " + hint,
+            )
     for name, weight in second.items():
         if not torch.equal(weight, first[name]):
             raise Failed(f"{case}: {name} on rank 1 is not rank 0's", hint)
