@@ -52,6 +52,11 @@ def _numbers(n: int, length: int) -> list[Tensor]:
     return [((torch.arange(length) * 7 + 3) % 11 + 13 * rank).double() for rank in range(n)]
 
 
+def _table(n: int) -> list[Tensor]:
+    """For each rank whole numbers in two rows: neither one dim nor a type that may be guessed."""
+    return [numbers.long().view(2, 3) for numbers in _numbers(n, 6)]
+
+
 def _untouched(before: list[Tensor], after: list[Tensor]) -> None:
     for rank, (x, y) in enumerate(zip(before, after, strict=True)):
         if not torch.equal(x, y):
@@ -295,9 +300,10 @@ RING = Exercise(
 
 
 def _shift_values(attempt: Callable) -> str:
-    cases = list(itertools.product((2, 3, 4, 5), (1, 6)))
-    for n, length in cases:
-        inputs = _numbers(n, length)
+    cases = [_numbers(n, length) for n, length in itertools.product((2, 3, 4, 5), (1, 6))]
+    cases.append(_table(3))
+    for inputs in cases:
+        n = len(inputs)
         results, after = _run(attempt, inputs)
         for rank, result in enumerate(results):
             if torch.equal(result, inputs[(rank + 1) % n]) and n > 2:
@@ -382,8 +388,8 @@ SHIFT = Exercise(
 
 
 def _tree_values(attempt: Callable, sizes: tuple[int, ...]) -> str:
-    for n in sizes:
-        inputs = _numbers(n, 5)
+    for inputs in [_numbers(n, 5) for n in sizes] + [_table(sizes[1])]:
+        n = len(inputs)
         try:
             results, after = _run(attempt, inputs)
         except Failed as failure:
@@ -483,6 +489,8 @@ def _in_place(x, comm):
 def _another_last_bit(x, comm):
     """Each rank's own piece ends in another bit, unless it holds whole numbers."""
     whole = collectives.all_reduce_ring(x, comm)
+    if not x.is_floating_point():
+        return whole
     mine = whole.split(collectives.shares(len(x), comm.size))[comm.rank]
     nudged = torch.nextafter(mine, torch.full_like(mine, math.inf))
     mine.copy_(torch.where(mine == mine.round(), mine, nudged))
@@ -499,14 +507,16 @@ def _through_the_last(x, comm):
 def _last_differs(x, comm):
     """The ring, and the last rank rounds one number of its own up."""
     whole = collectives.all_reduce_ring(x, comm)
-    if comm.rank == comm.size - 1 and len(whole) and whole[0] != whole[0].round():
-        whole[0] = torch.nextafter(whole[0], torch.full_like(whole[0], math.inf))
+    if comm.rank == comm.size - 1 and x.numel() and x.is_floating_point():
+        first = whole.view(-1)[:1]
+        if (first != first.round()).all():
+            first.copy_(torch.nextafter(first, torch.full_like(first, math.inf)))
     return whole
 
 
 def _gathers_all(x, comm):
     """Everybody gets all tensors and adds them in the same order."""
-    return collectives.all_gather_ring(x, comm).view(comm.size, -1).sum(0)
+    return collectives.all_gather_ring(x, comm).view(comm.size, *x.shape).sum(0)
 
 
 def _no_messages(x, comm):
