@@ -45,6 +45,40 @@ def _token_by_token(blocks: exercises.Blocks) -> list[Tensor]:
     return list(state)
 
 
+def _in_the_blocks(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    """Scores become weights where they stand."""
+    top = total = out = None
+    for scores, values in blocks:
+        if top is None:
+            top, total = scores.new_tensor(LOWEST), scores.new_zeros(())
+            out = values.new_zeros(values.shape[1:])
+        new = max(top, scores.max())
+        weights, factor = scores.sub_(new).exp_(), (top - new).exp()
+        total, out, top = total * factor + weights.sum(), torch.addmv(out * factor, values.T, weights), new
+    return out.div_(total), total.log_().add_(top)
+
+
+class _Merge(torch.autograd.Function):
+    """Forward and backward by hand."""
+
+    @staticmethod
+    def forward(ctx, o1, lse1, o2, lse2):
+        lse = torch.logaddexp(lse1, lse2)
+        known = lse.masked_fill(lse == -math.inf, 0)
+        a, b = (lse1 - known).exp(), (lse2 - known).exp()
+        out = a[..., None] * o1 + b[..., None] * o2
+        ctx.save_for_backward(o1, o2, out, a, b)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, of_out, of_lse):
+        o1, o2, out, a, b = ctx.saved_tensors
+        first, second = (
+            share * (of_lse + (of_out * (o - out)).sum(-1)) for share, o in ((a, o1), (b, o2))
+        )
+        return a[..., None] * of_out, first, b[..., None] * of_out, second
+
+
 def _softmax_of_two(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     both = torch.stack([lse1, lse2])
     blind = (both == -math.inf).all(0)
@@ -308,6 +342,7 @@ def _padded(q, k, v, *, causal, block_q, block_k):
 
 RIGHT = {
     "flash/online-softmax": {
+        "weights in place of scores": _in_the_blocks,
         "outputs merged by their lse": _by_lse,
         "NumPy, an array and a float": _numpy,
         "normalized after every block, yielded": _normalized_at_once,
@@ -317,6 +352,7 @@ RIGHT = {
         "a column of ones": _one_table,
     },
     "flash/merge": {
+        "a Function of its own": _Merge.apply,
         "a finite unit": _log_of_sums,
         "a softmax of the two lse": _softmax_of_two,
         "a sigmoid of their difference": _difference,

@@ -1,6 +1,8 @@
 """A softmax that is never complete, two halves of the keys, a mask that is right on squares."""
 
+import gc
 import math
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -199,15 +201,32 @@ def _lse(attempt: Online) -> str:
     return _online(attempt, {"six scores in blocks of 2": (scores, 2)}, hint, part=1)
 
 
-def _most_held(attempt: Online, count: int) -> int:
-    """Bytes at the fullest moment while the attempt sees so many blocks of 16 keys."""
+def _many(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """So many blocks of 16 keys."""
+    for k in range(count):
+        yield _noise(16, seed=k), _noise(16, 3, seed=k)
 
-    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
-        for k in range(count):
-            yield _noise(16, seed=k), _noise(16, 3, seed=k)
+
+def _most_in_python(attempt: Online, count: int) -> int:
+    """Bytes of lists, numbers and arrays at the fullest moment, with so many blocks."""
+    gc.collect()
+    tracing = tracemalloc.is_tracing()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        attempt(_many(count))
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        if not tracing:
+            tracemalloc.stop()
+
+
+def _most_held(attempt: Online, count: int) -> int:
+    """Bytes of tensors at the fullest moment, with so many blocks."""
 
     def seen() -> None:
-        attempt(blocks())
+        attempt(_many(count))
 
     return measure.peak(seen, nn.Module()).total
 
@@ -221,6 +240,15 @@ def _forgets(attempt: Online) -> str:
             f"{each} B of each block stay"
             + (": the block itself. " if each >= 16 * 8 else ", an output or a sum of its own. ")
             + "Keep one maximum, one sum and one output for all: that makes s × s go away.",
+        )
+    # Thrice: what is made once is no block's.
+    fewer, more = (min(_most_in_python(attempt, n) for _ in range(3)) for n in (8, 72))
+    each = (more - fewer) // 64
+    if each > 100:
+        raise Failed(
+            f"of each block about {each} B stay, in lists, numbers or arrays",
+            "What is no tensor takes memory as well. Keep one maximum, one sum and one output for "
+            "all: that makes s × s go away.",
         )
     return f"{units.text(few)}, with 8 blocks and with 32"
 
@@ -384,7 +412,34 @@ def _gradient(attempt: Merge) -> str:
             "Replacing NaN in the result mends the value, not the gradient: keep −inf − (−inf) "
             "from being computed, by subtracting a finite number there, and take no log of 0.",
         )
-    return "q, k and v, and rows without keys"
+    o1, lse1, o2, lse2, *_ = (x.detach().clone() for x in _halves())
+    o1[:, :, 0], lse1[:, :, 0] = 0.0, -math.inf  # each part has a row that it does not see
+    o2[:, :, 1], lse2[:, :, 1] = 0.0, -math.inf
+    lse1[:, :, 2] += 1000
+    leaves = [x.requires_grad_() for x in (o1, lse1, o2, lse2)]
+    weights = _noise(*o1.shape, seed=3)
+
+    def back(merge: Merge) -> tuple[Tensor, ...]:
+        out, lse = _merged(merge, *leaves)
+        total = (out * weights).sum() + lse.sum()
+        return torch.autograd.grad(total, leaves, allow_unused=True)
+
+    for mine, exact in zip(back(attempt), back(flash.merge), strict=True):
+        if mine is not None and _far(mine, exact) <= 1e-9:
+            continue
+        case = "in rows that one part alone sees, or whose lse lie 1000 apart"
+        if mine is not None and not mine.isfinite().all():
+            raise Failed(
+                f"{case}, gradients are not finite",
+                "Also what torch.where leaves out has a gradient, and 0 · ∞ is NaN: no exponential "
+                "may overflow, in no branch. Subtract the larger lse from both.",
+            )
+        raise Failed(
+            f"{case}, gradients are wrong",
+            "There one part has all of the gradient, of its output and of its lse, and the other "
+            "one has none.",
+        )
+    return "q, k and v, and rows that one part sees, or none"
 
 
 MERGE = Exercise(
@@ -518,7 +573,7 @@ def _more_queries(attempt: Attend) -> str:
 
 
 def _unmasked(attempt: Attend) -> str:
-    shapes = {"causal=False": (5, 7)}
+    shapes = {"causal=False": (5, 7), "causal=False again": (7, 5)}
     said = "With causal=False every query sees every key: no mask, and no way out of the loop."
     return _attends(attempt, shapes, lambda *_: said, causal=False)
 
