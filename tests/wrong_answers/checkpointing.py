@@ -317,6 +317,31 @@ def _none_and_what_comes_next(checkpoint: Callable) -> bool:
     return outcomes[0] != outcomes[1]
 
 
+class _Overwriting(torch.autograd.Function):
+    """Takes the weights' gradients by autograd.grad, and writes them over what is there."""
+
+    @staticmethod
+    def forward(ctx, fn, x, anchor):
+        ctx.fn, ctx.state = fn, torch.get_rng_state()
+        ctx.save_for_backward(x)
+        return fn(x)
+
+    @staticmethod
+    def backward(ctx, slope):
+        x, weights = ctx.saved_tensors[0].detach().requires_grad_(), list(ctx.fn.parameters())
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.state)
+            y = ctx.fn(x)
+        of_x, *of_weights = torch.autograd.grad(y, [x, *weights], slope)
+        for weight, gradient in zip(weights, of_weights, strict=True):
+            weight.grad = gradient
+        return None, of_x, None
+
+
+def _overwrites(fn, x):
+    return _Overwriting.apply(fn, x, torch.empty(0, requires_grad=True))
+
+
 WRONG = {
     "checkpointing/segments": (
         Wrong(
@@ -447,6 +472,7 @@ WRONG = {
         ),
     ),
     "checkpointing/checkpoint": (
+        Wrong("writes over gradients", _overwrites, "two in a row", "Gradients add up"),
         Wrong("keeps everything", _offloads_nothing, "bytes kept", "torch.no_grad()"),
         Wrong(
             "no gradient for the weights",
