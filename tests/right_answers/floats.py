@@ -5,6 +5,7 @@ import functools
 import heapq
 import math
 from collections import deque
+from decimal import Decimal, localcontext
 from fractions import Fraction
 
 import numpy as np
@@ -151,8 +152,19 @@ def _halves(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     return x
 
 
+def _decimal(fmt: FloatFormat, code: int) -> Decimal:
+    """In the decimal system, exact with as many digits."""
+    sign, exponent, mantissa, kind = fmt.fields(code)
+    significand = mantissa + (kind == "normal" and 2**fmt.mantissa_bits)
+    with localcontext(prec=400):
+        value = significand * Decimal(2) ** (max(exponent, 1) - fmt.bias - fmt.mantissa_bits)
+    value = Decimal({"inf": "inf", "nan": "nan"}[kind]) if kind in ("inf", "nan") else value
+    return value.copy_negate() if sign else value
+
+
 RIGHT = {
     "floats/decode": {
+        "decimal": _decimal,
         "case by case": _by_cases,
         "a NumPy scalar": lambda fmt, code: np.float32(_by_cases(fmt, code)),
         "a tensor without dims": lambda fmt, code: torch.tensor(_by_cases(fmt, code)),
@@ -175,6 +187,7 @@ RIGHT = {
         "halves, a tensor of one dim": _halves,
     },
     "floats/rounds-twice": {
+        "decimal": Decimal("1.00048828125090949"),
         "a NumPy scalar": np.float64(1 + 2**-11 + 2**-40),
         "a tensor": torch.tensor(1 + 2**-11 + 2**-26, dtype=torch.float64),
         "a fraction": Fraction(2**40 + 2**29 + 1, 2**40),

@@ -57,6 +57,12 @@ def _all_that_stays_first(gpu: memory.Allocator) -> None:
 WRONG = {
     "memory/count-parameters": (
         Wrong(
+            "the frequencies of RoPE",
+            _count(lambda m: m.d_head // 2),
+            "Llama 2 7B",
+            "computed, not learned",
+        ),
+        Wrong(
             "as many key–value heads as heads",
             _count(
                 lambda m: 2 * m.d_model * (m.num_heads - m.num_kv_heads) * m.d_head * m.num_layers

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from numbers import Integral, Real
 from typing import Any
 
@@ -18,7 +19,9 @@ Encode = Callable[[FloatFormat, float], int]
 
 
 def _scalar(value: Any) -> Any:
-    """The Python number in a tensor or an array of one element; anything else as it is."""
+    """The number in a tensor or an array of one element, or in a Decimal; else what it is."""
+    if isinstance(value, Decimal):
+        return float(value)
     size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", 0)
     return value.item() if size == 1 else value
 
@@ -303,6 +306,15 @@ def _one_zero(attempt: Encode) -> str:
     return f"{_encodes(attempt, E4M3FNUZ, numbers, hint)} numbers"
 
 
+def _nothing_above(attempt: Encode) -> str:
+    hint = "This format has neither inf nor NaN: nothing lies above max, and what overflows is max."
+    count = 0
+    for fmt in (E2M1, E3M2):
+        numbers = [0.9 * fmt.max, fmt.max, 1.01 * fmt.max, 2 * fmt.max, 1e9]
+        count += _encodes(attempt, fmt, [*numbers, *(-x for x in numbers)], hint)
+    return f"{count} numbers"
+
+
 ENCODE = Exercise(
     id="floats/encode",
     reference=FloatFormat.encode,
@@ -315,6 +327,7 @@ ENCODE = Exercise(
         Property("overflow", _large),
         Property("rounded once", _once),
         Property("fnuz's only zero and NaN", _one_zero),
+        Property("nothing above max", _nothing_above),
     ),
     hints=(
         "Between which powers of two is |x|? math.frexp(|x|) gives m and e with |x| = m · 2**e "

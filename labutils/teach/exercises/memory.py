@@ -147,6 +147,10 @@ def _miscounts(model: ModelConfig) -> dict[int, str]:
             "In each layer h numbers are missing: it has two norms"
             + (", and a bias on its queries." if model.bias == "qkv" else ".")
         ),
+        **dict.fromkeys(
+            (d // 2, L * d // 2),
+            "The frequencies of RoPE are computed, not learned: a buffer, and no parameter.",
+        ),
         model.seq_len * h: (
             "There is no table of positions: RoPE turns queries and keys and has no weights."
         ),
@@ -384,6 +388,18 @@ def _why_not_fullest(
     }
 
 
+_PHASES = ("forward", "backward", "optimizer")
+
+
+def _phase(said: Any) -> str:
+    """The phase that is meant, such as "optimizer" by "the optimizer step" and by "update"."""
+    words = str(said).strip().lower()
+    named = [phase for phase in _PHASES if phase in words]
+    if not named and ("update" in words or "step" in words):
+        return "optimizer"
+    return named[0] if len(named) == 1 else words
+
+
 def _fullest(attempt: Callable, setting: tuple[str, int, int, str]) -> None:
     asked, peak = _predicted(*setting)
     name, tokens, batch, stepping = setting
@@ -397,7 +413,7 @@ def _fullest(attempt: Callable, setting: tuple[str, int, int, str]) -> None:
             f"{what}: you return {got!r}",
             'Return two things: "forward", "backward" or "optimizer", and the bytes.',
         ) from None
-    phase = str(phase).strip().lower()
+    phase = _phase(phase)
     if near and phase == peak.phase:
         return
     why = _why_not_fullest(*asked).get(
