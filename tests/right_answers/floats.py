@@ -152,6 +152,18 @@ def _halves(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     return x
 
 
+def _looks_at_every_code(fmt: FloatFormat, x: float) -> int:
+    """The nearest of all that are finite, anew for each number."""
+    finite = [v for code in range(2 ** (fmt.bits - 1)) if math.isfinite(v := fmt.decode(code))]
+    code = min(range(len(finite)), key=lambda code: (abs(finite[code] - abs(x)), code & 1))
+    top, sign = len(finite) - 1, (math.copysign(1, x) < 0) << fmt.bits - 1
+    beyond, half = abs(x) - finite[top], (finite[top] - finite[top - 1]) / 2
+    over = fmt.nan != "none" and (beyond > half or (beyond == half and top % 2 == 1))
+    if over and fmt.nan == "negative_zero":
+        return 1 << fmt.bits - 1
+    return code + over | (sign if code or fmt.nan != "negative_zero" else 0)
+
+
 def _decimal(fmt: FloatFormat, code: int) -> Decimal:
     """In the decimal system, exact with as many digits."""
     sign, exponent, mantissa, kind = fmt.fields(code)
@@ -172,6 +184,7 @@ RIGHT = {
         "by kind, integers as significands": _by_kind,
     },
     "floats/encode": {
+        "looks at every code": _looks_at_every_code,
         "the nearest of all values, as NumPy's integer": _nearest_of_all,
         "a tensor without dims": lambda fmt, x: torch.tensor(int(_nearest_of_all(fmt, x))),
         "a lambda": lambda fmt, x: fmt.encode(Fraction(x) if x else x),

@@ -24,6 +24,16 @@ def _trainable_only(module: nn.Module, comm: world.Comm) -> None:
             parameter.register_post_accumulate_grad_hook(average)
 
 
+def _never_waits(parameter: Tensor, comm: world.Comm) -> None:
+    parameter.grad /= comm.size
+    comm.all_reduce(parameter.grad, out=parameter.grad, async_op=True)
+
+
+def _divides_too_early(parameter: Tensor, comm: world.Comm) -> None:
+    comm.all_reduce(parameter.grad, out=parameter.grad, async_op=True)
+    parameter.grad /= comm.size
+
+
 def _thaws(module: nn.Module, comm: world.Comm) -> None:
     """A hook needs a parameter that requires a gradient."""
     for parameter in module.parameters():
@@ -414,6 +424,18 @@ WRONG = {
     ),
     "data_parallel/hooks": (
         Wrong("frozen weights left alone", _trainable_only, "a frozen layer", "all the same"),
+        Wrong(
+            "never waits",
+            _hooked(_never_waits),
+            "the gradient of the whole batch",
+            "nobody has waited for 6 calls",
+        ),
+        Wrong(
+            "divides too early",
+            _hooked(_divides_too_early),
+            "the gradient of the whole batch",
+            "Wait before you read or write",
+        ),
         Wrong("frozen weights thawed", _thaws, "a frozen layer", "frozen no more"),
         Wrong(
             "a tensor's hook that writes",

@@ -365,6 +365,8 @@ class _Seen:
                     last = k + 1 == self.micro
                     with nullcontext() if last else net.no_sync():
                         (_loss(net, _rows(n, step * micro + k)[rank.rank]) / micro).backward()
+                    if under_way := len(rank._pending):
+                        return start, steps, under_way
                 steps.append(_gradients(module))
             return start, steps, _weights(module)
 
@@ -375,6 +377,13 @@ class _Seen:
                 raise Failed(str(failure), _RETURNS) from None
             raise
         self.start, self.gradients, self.end = (list(side) for side in zip(*results, strict=True))
+        if late := max((end for end in self.end if isinstance(end, int)), default=0):
+            raise Failed(
+                f"{self.case}: the backward pass is over, and nobody has waited for {late} "
+                f"call{'s' * (late > 1)} of yours",
+                "With async_op=True you get a Work, and the result is there when its wait() comes "
+                "back. Wait before you read or write the tensor, and before backward() is over.",
+            )
         # In program order; "mark" stands where a backward pass comes to the first layer.
         self.sent = [
             [(event.op, event.sent) for event in events if event.to is not None]

@@ -13,7 +13,7 @@ from labutils import precision
 from labutils.floats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, FP16, FP32, FloatFormat
 from labutils.teach.exercises import Exercise, Failed, Property
 
-MINE = FloatFormat("1-3-4", 3, 4)
+MINE, WIDER = FloatFormat("1-3-4", 3, 4), FloatFormat("1-5-4", 5, 4)
 Decode = Callable[[FloatFormat, int], float]
 Encode = Callable[[FloatFormat, float], int]
 
@@ -210,7 +210,11 @@ def _encodes(attempt: Encode, fmt: FloatFormat, numbers: Sequence[float], hint: 
 
 
 def _inside(fmt: FloatFormat, place: float) -> list[float]:
-    """Numbers at `place` of the gap above a code, where both ends of the gap lie in one binade."""
+    """Numbers at `place` of the gap above a code, where both ends of the gap lie in one binade.
+
+    Of large formats they are few: an encoder may look at every code.
+    """
+    most = 60 if fmt.bits <= 10 else 3
     last = 2**fmt.mantissa_bits - 1
     codes = [
         c
@@ -219,7 +223,7 @@ def _inside(fmt: FloatFormat, place: float) -> list[float]:
     ]
     values = [
         fmt.decode(c) + place * (fmt.decode(c + 1) - fmt.decode(c))
-        for c in codes[:: max(1, len(codes) // 60)]
+        for c in codes[:: max(1, len(codes) // most)]
     ]
     return [*values, *(-v for v in values)]
 
@@ -238,7 +242,7 @@ def _grid(attempt: Encode) -> str:
 
 def _nearer(attempt: Encode) -> str:
     hint = "You took the farther neighbor. Do you cut the rest off instead of rounding?"
-    places = itertools.product((E4M3, FP16), (0.25, 0.75, 0.51, 0.49))
+    places = itertools.product((E4M3, WIDER, FP16), (0.25, 0.75, 0.51, 0.49))
     count = sum(_encodes(attempt, fmt, _inside(fmt, p), hint) for fmt, p in places)
     return f"{count} numbers"
 
@@ -248,9 +252,8 @@ def _ties(attempt: Encode) -> str:
         "Halfway between two values: the one with the even significand (last bit 0) wins, "
         "so that errors cancel in the long run."
     )
-    return (
-        f"{sum(_encodes(attempt, fmt, _inside(fmt, 0.5), hint) for fmt in (E4M3, MINE, FP16))} ties"
-    )
+    formats = (E4M3, MINE, WIDER, FP16)
+    return f"{sum(_encodes(attempt, fmt, _inside(fmt, 0.5), hint) for fmt in formats)} ties"
 
 
 def _carries(attempt: Encode) -> str:
