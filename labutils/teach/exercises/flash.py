@@ -289,7 +289,8 @@ def _halves(s_k: int = 6, first: int = 3, size: float = 1.0) -> tuple[Tensor, ..
 def _merged(
     attempt: Merge, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return _pair(attempt(o1, lse1, o2, lse2), "the merged output and the merged log-sum-exp")
+    own = (x.clone() for x in (o1, lse1, o2, lse2))  # it may write into what it gets
+    return _pair(attempt(*own), "the merged output and the merged log-sum-exp")
 
 
 def _outputs(attempt: Merge) -> str:
