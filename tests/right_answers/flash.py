@@ -1,5 +1,6 @@
 """Right answers to the exercises of `flash`, written differently from the reference."""
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -317,27 +318,27 @@ def _from_the_end(q, k, v, *, causal, block_q, block_k):
 
 
 def _heads_in_turn(q, k, v, *, causal, block_q, block_k):
-    """A head at a time, and the online softmax of the lab in each row of tiles."""
+    """A head of a sequence at a time, and the online softmax of the lab in each row of tiles."""
     out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
     before = k.shape[2] - q.shape[2]
-    for head in range(q.shape[1]):
+    for one in itertools.product(range(q.shape[0]), range(q.shape[1])):
         for top in range(0, q.shape[2], block_q):
             at = torch.arange(top, min(top + block_q, q.shape[2]))
             last = int(at[-1]) + before if causal else k.shape[2] - 1
             m, total, sums = torch.full((len(at), 1), LOWEST, dtype=q.dtype), 0.0, 0.0
             for left in range(0, last + 1, block_k):
                 keys = torch.arange(left, min(left + block_k, k.shape[2]))
-                S = q[0, head, at] @ k[0, head, keys].T / math.sqrt(q.shape[3])
+                S = q[one][at] @ k[one][keys].T / math.sqrt(q.shape[3])
                 if causal:
                     S = S.masked_fill(keys[None] > at[:, None] + before, -math.inf)
                 old, m = m, torch.maximum(m, S.amax(1, keepdim=True))
                 P, factor = (S - m).exp(), (old - m).exp()
-                total, sums = factor * total + P.sum(1, keepdim=True), factor * sums + P @ v[0, head, keys]
+                total, sums = factor * total + P.sum(1, keepdim=True), factor * sums + P @ v[one][keys]
             if last < 0:
                 continue
             some = total > 0
-            out[0, head, at] = torch.where(some, sums / total.where(some, 1.0), 0.0)
-            lse[0, head, at] = torch.where(some, m + total.log(), -math.inf)[:, 0]
+            out[one][at] = torch.where(some, sums / total.where(some, 1.0), 0.0)
+            lse[one][at] = torch.where(some, m + total.log(), -math.inf)[:, 0]
     return out, lse
 
 

@@ -361,6 +361,12 @@ WRONG = {
             "everything is seen",
             "The tail is dropped",
         ),
+        Wrong(
+            "a seed of epoch times rank",
+            lambda length, rank, size, epoch: _deal()(length, rank, size, epoch * rank),
+            "nobody works twice",
+            "must not depend on the rank",
+        ),
         Wrong("unequal shares", _deal(pad=False), "equal shares", "gone home"),
         Wrong(
             "the same order in every epoch",

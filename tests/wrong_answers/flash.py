@@ -11,6 +11,8 @@ from labutils import flash
 from labutils.teach.exercises import flash as exercises
 from wrong_answers import Wrong
 
+LOWEST = torch.finfo(torch.float64).min
+
 
 def _online_with(
     rescale_out: bool = True,
@@ -355,6 +357,32 @@ def _arrays(blocks: exercises.Blocks) -> tuple[np.ndarray, float]:
     return weights @ values / weights.sum(), scores.max() + np.log(weights.sum())
 
 
+def _a_state_for_each_place(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    """A maximum and a sum for the first key of every block, for the second, …: put together last."""
+    top = total = out = None
+    for scores, values in blocks:
+        if top is None:
+            top, total = torch.full_like(scores, LOWEST), torch.zeros_like(scores)
+            out = torch.zeros_like(values)
+        new = torch.maximum(top, scores)
+        total = total * (top - new).exp() + (scores - new).exp()
+        out = out * (top - new).exp()[:, None] + (scores - new).exp()[:, None] * values
+        top = new
+    factor = (top - top.max()).exp()
+    return factor @ out / (factor @ total), top.max() + (factor @ total).log()
+
+
+def _three_wide(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    """The values of the first tests were three wide."""
+    top = torch.tensor(LOWEST, dtype=torch.float64)
+    total, out = torch.zeros((), dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for scores, values in blocks:
+        new = torch.maximum(top, scores.max())
+        factor, weights = (top - new).exp(), (scores - new).exp()
+        total, out, top = total * factor + weights.sum(), out * factor + weights @ values, new
+    return out / total, top + total.log()
+
+
 def _numbers_of_each(blocks: exercises.Blocks) -> tuple[list[float], float]:
     """A maximum, a sum and an output for each block, as numbers, put together in the end."""
     parts = []
@@ -380,6 +408,16 @@ def _two_branches(
     return out, lse.masked_fill(dead, -math.inf)
 
 
+def _first_sequence(q, k, v, *, causal, block_q, block_k):
+    """One sequence of the batch."""
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+    how = dict(causal=causal, block_q=block_q, block_k=block_k)
+    for head in range(q.shape[1]):
+        one = (slice(0, 1), slice(head, head + 1))
+        out[one], lse[one] = flash.attention(q[one], k[one], v[one], **how)
+    return out, lse
+
+
 def _no_key_for_the_first(q, k, v, *, causal, block_q, block_k):
     """Queries that come before every key are left out, with a mask or without."""
     out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
@@ -392,6 +430,8 @@ def _no_key_for_the_first(q, k, v, *, causal, block_q, block_k):
 
 WRONG = {
     "flash/online-softmax": (
+        Wrong("a state for each place", _a_state_for_each_place, "blocks of any size", "may change"),
+        Wrong("three wide", _three_wide, "blocks of any size", "as wide as the values"),
         Wrong("copies in arrays", _arrays, "blocks are forgotten", "What is no tensor"),
         Wrong("numbers of each block", _numbers_of_each, "blocks are forgotten", "no tensor"),
         Wrong("in float32", _in_float32, "the maximum comes first", "float32 on the way"),
@@ -475,6 +515,7 @@ WRONG = {
         Wrong("the lowest number", _lowest, "parts without keys", "0 and −inf"),
     ),
     "flash/causal-hunt": (
+        Wrong("one sequence", _first_sequence, "as many queries as keys", "each sequence"),
         Wrong("no key for the first", _no_key_for_the_first, "without a mask", "sees every key"),
         Wrong(
             "NaN from a row that one tile masks",

@@ -96,9 +96,10 @@ def _unequal(parts: list[list[int]], length: int) -> tuple[str, str] | None:
 
 
 def _dealt_without(attempt: Callable, fault: Callable) -> str:
-    for length, size in _DEALS:
-        if found := fault(_dealt(attempt, length, size), length):
-            raise Failed(f"{_examples(length)} on {_ranks.count(size)}: {found[0]}", found[1])
+    for (length, size), epoch in itertools.product(_DEALS, (0, 3)):
+        if found := fault(_dealt(attempt, length, size, epoch), length):
+            case = f"{_examples(length)} on {_ranks.count(size)}" + ", epoch 3" * bool(epoch)
+            raise Failed(f"{case}: {found[0]}", found[1])
     return f"{len(_DEALS)} cases"
 
 

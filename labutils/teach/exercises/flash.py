@@ -57,8 +57,8 @@ def _pair(found: Any, what: str) -> tuple[Tensor, Tensor]:
 # Online softmax
 
 
-def _cut(scores: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    values = _noise(len(scores), 3, seed=1)
+def _cut(scores: Tensor, size: int, width: int = 3) -> Iterator[tuple[Tensor, Tensor]]:
+    values = _noise(len(scores), width, seed=1)
     return zip(scores.split(size), values.split(size), strict=True)
 
 
@@ -67,10 +67,11 @@ def _online(
     cases: dict[str, tuple[Tensor, int]],
     hint: Callable[[Tensor], str] | str,
     part: int = 0,
+    width: int = 3,
 ) -> str:
     for name, (scores, size) in cases.items():
         found = _pair(
-            attempt((s.clone(), v.clone()) for s, v in _cut(scores, size)),
+            attempt((s.clone(), v.clone()) for s, v in _cut(scores, size, width)),
             "the output and the log-sum-exp",
         )
         if found[0].dim() < found[1].dim():
@@ -79,7 +80,8 @@ def _online(
                 "The output, as wide as the values, comes first; the log-sum-exp second.",
             )
         mine = found[part]
-        exact = (scores.softmax(0) @ _noise(len(scores), 3, seed=1), scores.logsumexp(0))[part]
+        values = _noise(len(scores), width, seed=1)
+        exact = (scores.softmax(0) @ values, scores.logsumexp(0))[part]
         if _far(mine, exact) > 1e-9:
             why = hint if isinstance(hint, str) else hint(mine)
             raise Failed(
@@ -207,6 +209,23 @@ def _many(count: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield _noise(16, seed=k), _noise(16, 3, seed=k)
 
 
+def _ragged(attempt: Online) -> str:
+    """A last block that is shorter, blocks of one key, and values of other widths."""
+    hint = (
+        "How many keys a block has may change from block to block, and the output is as wide as "
+        "the values: take both from what comes."
+    )
+    cases = {"seven scores in blocks of 3": (_noise(7), 3), "one key at a time": (_noise(3), 1)}
+    for name, case in cases.items():
+        for width in (5, 1):
+            try:
+                _online(attempt, {f"{name}, values of {width}": case}, hint, width=width)
+            except (IndexError, RuntimeError, ValueError) as error:
+                told = f"{name}, values of {width}: {type(error).__name__}: {error!s:.80}"
+                raise Failed(told, hint) from None
+    return f"{2 * len(cases)} cases"
+
+
 def _most_in_python(attempt: Online, count: int) -> int:
     """Bytes of lists, numbers and arrays at the fullest moment, with so many blocks."""
     gc.collect()
@@ -262,6 +281,7 @@ ONLINE = Exercise(
         Property("huge scores", _huge),
         Property("a masked first block", _blind_start),
         Property("the log-sum-exp", _lse),
+        Property("blocks of any size", _ragged),
         Property("blocks are forgotten", _forgets),
     ),
     hints=(
@@ -495,13 +515,18 @@ def _attends(
     causal: bool = True,
 ) -> str:
     for name, (s_q, s_k) in shapes.items():
-        q, k, v = _noise(1, 2, s_q, 4), _noise(1, 2, s_k, 4, seed=1), _noise(1, 2, s_k, 4, seed=2)
+        q, k, v = _noise(2, 2, s_q, 4), _noise(2, 2, s_k, 4, seed=1), _noise(2, 2, s_k, 4, seed=2)
         out, lse = _pair(
             attempt(q.clone(), k.clone(), v.clone(), causal=causal, block_q=3, block_k=2),
             "the output and the log-sum-exp",
         )
         exact, exact_lse = flash.plain(q, k, v, causal=causal)
         if max(_far(out, exact), _far(lse, exact_lse)) > 1e-9:
+            if max(_far(out[:1], exact[:1]), _far(lse[:1], exact_lse[:1])) <= 1e-9:
+                raise Failed(
+                    f"{name}, 2 sequences: the first is right, the second is not",
+                    "A batch has several sequences: do for each sequence what you do for that one.",
+                )
             rows = [
                 i
                 for i in range(s_q)
@@ -518,7 +543,7 @@ def _attends(
 
 def _keys_seen(lse: Tensor, s_q: int, s_k: int) -> Callable[[int], bool]:
     """Whether each row saw exactly the keys up to i + offset, for an offset asked about."""
-    q, k, v = _noise(1, 2, s_q, 4), _noise(1, 2, s_k, 4, seed=1), _noise(1, 2, s_k, 4, seed=2)
+    q, k, v = _noise(2, 2, s_q, 4), _noise(2, 2, s_k, 4, seed=1), _noise(2, 2, s_k, 4, seed=2)
     return lambda offset: _far(lse, flash.plain(q, k, v, causal=True, offset=offset)[1]) < 1e-9
 
 
