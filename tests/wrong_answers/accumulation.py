@@ -230,6 +230,23 @@ def _one_for_the_rest(*, counted: bool) -> Callable:
     return attempt
 
 
+def _by_the_largest(
+    optimizer: torch.optim.Optimizer, loss: Callable, batches: Iterable[Any], k: int, most: float
+) -> int:
+    """Clips by the largest number of the gradient."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    batches, steps = list(batches), 0
+    for start in range(0, len(batches), k):
+        group = batches[start : start + k]
+        for batch in group:
+            (loss(batch) / len(group)).backward()
+        nn.utils.clip_grad_norm_(parameters, most, norm_type=float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return steps
+
+
 def _silent(*args: Any) -> None:
     _loop()(*args)
 
@@ -354,6 +371,12 @@ WRONG = {
         ),
     ),
     "accumulation/bug-hunt": (
+        Wrong(
+            "clipped by the largest",
+            _by_the_largest,
+            "clipping",
+            "by the Euclidean norm",
+        ),
         Wrong(
             "counts a step for no rest",
             _one_for_the_rest(counted=True),

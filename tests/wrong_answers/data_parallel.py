@@ -367,6 +367,14 @@ WRONG = {
             "nobody works twice",
             "must not depend on the rank",
         ),
+        Wrong(
+            "drawn with replacement",
+            lambda length, rank, size, epoch: random.Random(epoch).choices(
+                range(length), k=-(-length // size) * size
+            )[rank::size],
+            "nobody works twice",
+            "a permutation has each once",
+        ),
         Wrong("unequal shares", _deal(pad=False), "equal shares", "gone home"),
         Wrong(
             "the same order in every epoch",

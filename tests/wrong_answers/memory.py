@@ -218,6 +218,14 @@ WRONG = {
     ),
     "memory/bug-hunt-peak": (
         Wrong(
+            "in GB",
+            lambda *asked: (lambda phase, nbytes: (phase, nbytes / 1e9))(
+                *exercises.fullest_moment(*asked)
+            ),
+            "one sequence, fused",
+            "Bytes are asked for",
+        ),
+        Wrong(
             "everything at once",
             lambda p, act, logits, how: ("forward", 16 * p + act),
             "one sequence, fused",

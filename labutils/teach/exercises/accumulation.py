@@ -473,7 +473,8 @@ def _clips(attempt: Callable) -> str:
         raise Failed(
             f"4 micro-batches, 4 to a step, clipped to {_NORM}: the gradient has the right "
             f"direction and {ratio:.3g} times the length",
-            "Clip once, after the last micro-batch, and clip the mean of the step, not a sum.",
+            "Clip once, after the last micro-batch: the mean of the step, not a sum, by the "
+            "Euclidean norm of all parameters together.",
         )
     _same(
         attempt,

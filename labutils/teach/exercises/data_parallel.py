@@ -57,6 +57,12 @@ def _repeated(parts: list[list[int]], length: int) -> tuple[str, str] | None:
             f"{dealt.total()} examples are dealt out, {length + spare} are enough",
             "Each rank needs ⌈length / N⌉ of them: length / N where N divides it.",
         )
+    if repeated > spare and any(len(set(part)) < len(part) <= length for part in parts):
+        return (
+            f"{repeated} examples come twice or more often, some of them to one rank",
+            "Drawn at random, an example may come again and another one never. Shuffle: a "
+            "permutation has each once.",
+        )
     if repeated > spare:
         return (
             f"{repeated} examples come twice or more often, at most {spare} must",

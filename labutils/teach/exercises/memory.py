@@ -388,6 +388,7 @@ def _why_not_fullest(
     }
 
 
+_UNITS = units.KB, units.KIB, units.MB, units.MIB, units.GB, units.GIB
 _PHASES = ("forward", "backward", "optimizer")
 
 
@@ -416,6 +417,11 @@ def _fullest(attempt: Callable, setting: tuple[str, int, int, str]) -> None:
     phase = _phase(phase)
     if near and phase == peak.phase:
         return
+    if any(math.isclose(found * unit, peak.total, rel_tol=1e-3) for unit in _UNITS):
+        raise Failed(
+            f"{what}: you return {found:g}",
+            "Bytes are asked for, not thousands, millions or billions of them.",
+        )
     why = _why_not_fullest(*asked).get(
         round(found),
         "Write down two moments: right after the loss, and in the middle of the optimizer's step. "
