@@ -86,6 +86,18 @@ def _where_gradients_are_added(module, comm):
             module.nodes.append(node)  # or it is gone, with its hook
 
 
+def _with_handles(module, comm):
+    """Returns what the hooks can be removed by."""
+
+    def average(parameter):
+        parameter.grad.copy_(comm.all_reduce(parameter.grad) / comm.size)
+
+    for parameter in module.parameters():
+        comm.broadcast(parameter, out=parameter)
+    learning = filter(lambda parameter: parameter.requires_grad, module.parameters())
+    return [parameter.register_post_accumulate_grad_hook(average) for parameter in learning]
+
+
 class _Under(nn.Module):
     """A wrapper, whose reductions run while autograd goes on, and are awaited at the end."""
 
@@ -307,6 +319,7 @@ RIGHT = {
         "hooks that return the gradient": _tensor_hooks,
         "divided first, in place": _in_place,
         "a wrapper that waits at the end": _Under,
+        "handles come back": _with_handles,
         "hooks of the graph's nodes": _where_gradients_are_added,
     },
     "data_parallel/bug-hunt": {

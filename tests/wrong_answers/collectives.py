@@ -451,6 +451,19 @@ def _tree_of_rows(x, comm):
     return y
 
 
+def _tree(x, comm, *, root=lambda n: 0, keep=True, deaf=lambda rank, n: False):
+    """Doubling rounds from `root`; keep: what is received; deaf: a rank that never receives."""
+    n, width, y = comm.size, 1, x.clone()
+    rank = (comm.rank - root(n)) % n
+    while width < n:
+        if rank < width and rank + width < n:
+            comm.send(y, (comm.rank + width) % n)
+        elif width <= rank < 2 * width and not deaf(rank, n):
+            comm.recv(y if keep else torch.empty_like(x), (comm.rank - width) % n)
+        width *= 2
+    return y
+
+
 WRONG = {
     "collectives/ring-all-reduce": (
         Wrong(
@@ -555,6 +568,14 @@ WRONG = {
         Wrong("sends to itself", _shift_to_itself, "one rank", "1 rank"),
     ),
     "collectives/broadcast-tree": (
+        Wrong("from the last", partial(_tree, root=lambda n: n - 1), "values", "it only sends"),
+        Wrong("what came is lost", partial(_tree, keep=False), "values", "that you receive into"),
+        Wrong(
+            "the last of an odd number is deaf",
+            partial(_tree, deaf=lambda rank, n: n % 2 and rank == n - 1),
+            "any number of ranks",
+            "met by a receive",
+        ),
         Wrong("a buffer of one dim", _tree_of_rows, "values", "torch.empty_like"),
         Wrong("comm.broadcast", lambda x, comm: comm.broadcast(x), "values", "yours to write"),
         Wrong("a star", collectives.broadcast_star, "steps", "Rank 0 sends to everybody"),

@@ -387,6 +387,17 @@ SHIFT = Exercise(
 # ── a tree ───────────────────────────────────────────────────────────────────────────────────────
 
 
+def _why_not_told(rank: int, told: bool, own: bool) -> str:
+    """Why a rank does not have the tensor; `own`: it returns its own in place of it."""
+    if not rank:
+        return "Rank 0 has the tensor from the beginning: it only sends."
+    if not told:
+        return "Nobody sends to it: is a round missing? There are ⌈log₂ N⌉ of them."
+    if own:
+        return "A tensor came, and it returns its own: return the one that you receive into."
+    return "A rank can pass on only what it has received: receive first, then send."
+
+
 def _tree_values(attempt: Callable, sizes: tuple[int, ...]) -> str:
     for inputs in [_numbers(n, 5) for n in sizes] + [_table(sizes[1])]:
         n = len(inputs)
@@ -394,11 +405,12 @@ def _tree_values(attempt: Callable, sizes: tuple[int, ...]) -> str:
             results, after = _run(attempt, inputs)
         except Failed as failure:
             if n & (n - 1):
-                raise Failed(
-                    str(failure),
-                    f"{n} is not a power of two: some ranks have nobody to pass it on to. "
-                    "Send only to ranks that exist.",
-                ) from None
+                why = (
+                    "some ranks have nobody to pass it on to. Send only to ranks that exist."
+                    if "there is no rank" in str(failure)
+                    else f"is each send met by a receive there? {failure.hint}"
+                )
+                raise Failed(str(failure), f"{n} is not a power of two: {why}") from None
             raise
         _by_hand(n, "comm.send and comm.recv, one rank to another.")
         for rank, result in enumerate(results):
@@ -407,9 +419,7 @@ def _tree_values(attempt: Callable, sizes: tuple[int, ...]) -> str:
                 told = rank in {event.to for event in events if event.sent}
                 raise Failed(
                     f"{n} ranks: rank {rank} does not hold rank 0's tensor",
-                    "A rank can pass on only what it has received: receive first, then send."
-                    if told
-                    else "Nobody sends to it: is a round missing? There are ⌈log₂ N⌉ of them.",
+                    _why_not_told(rank, told, torch.equal(result, inputs[rank])),
                 )
         _untouched(inputs, after)
     return f"N = {', '.join(map(str, sizes))}"

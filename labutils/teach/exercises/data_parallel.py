@@ -335,6 +335,11 @@ def _weights(net: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
 
 
+def _called(made: Any, module: nn.Module) -> Any:
+    """The wrapper that an attempt made, or the module where it returned none, or handles."""
+    return made if callable(made) or hasattr(made, "no_sync") else module
+
+
 class _Seen:
     """What came of an attempt on every rank: weights before and after, gradients, the books.
 
@@ -361,7 +366,7 @@ class _Seen:
             comm = rank.comm("dp")
             module = _Net(rank.rank, comm, reordered)
             made = attempt(module, comm)
-            net: Any = module if made is None else made
+            net = _called(made, module)
             if interrupted:
                 with suppress(KeyboardInterrupt), net.no_sync():
                     raise KeyboardInterrupt
@@ -636,8 +641,8 @@ def _frozen(attempt: Callable) -> str:
     def program(rank: world.Rank) -> tuple:
         module = _Net(rank.rank, rank.comm("dp"))
         module.first.requires_grad_(False)
-        net = attempt(module, rank.comm("dp"))
-        _loss(module if net is None else net, _rows(2, 0)[rank.rank]).backward()
+        made = attempt(module, rank.comm("dp"))
+        _loss(_called(made, module), _rows(2, 0)[rank.rank]).backward()
         return _weights(module), _gradients(module)
 
     hint = "A frozen parameter gets no gradient: no hook for it, and rank 0's weights all the same."
