@@ -9,6 +9,7 @@ import random
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 # ── who gets which examples ──────────────────────────────────────────────────────────────────────
 
@@ -46,6 +47,14 @@ def _seeded_and_put_back(length, rank, size, epoch):
         torch.manual_seed(epoch)
         order = torch.randperm(length).tolist()
     return [order[i % length] for i in range(rank, -(-length // size) * size, size)]
+
+
+def _through_a_loader(length, rank, size, epoch):
+    """PyTorch's sampler, read through a DataLoader, which draws a seed for its workers."""
+    data = range(length)
+    sampler = DistributedSampler(data, size, rank, shuffle=True, seed=7)
+    sampler.set_epoch(epoch)
+    return [int(i) for i in DataLoader(data, batch_size=None, sampler=sampler)]
 
 
 # ── reduce as you go ─────────────────────────────────────────────────────────────────────────────
@@ -310,6 +319,7 @@ RIGHT = {
         "NumPy's permutation, as an array": _numpy,
         "a generator": _generator,
         "sorted by hashes": _by_hashes,
+        "through a DataLoader": _through_a_loader,
         "torch's generator, seeded and put back": _seeded_and_put_back,
         "blocks, as a tensor": _blocks,
         "a tuple of NumPy integers": lambda *case: tuple(_numpy(*case)),

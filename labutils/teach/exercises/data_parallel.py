@@ -159,24 +159,23 @@ def _shuffled(attempt: Callable) -> str:
 
 def _anew_in_every_epoch(attempt: Callable) -> str:
     length, size = 64, 4
-    case, drawn, draws = (
-        f"{length} examples on {size} ranks",
-        torch.get_rng_state(),
-        _global_draws(),
-    )
+    case, draws = f"{length} examples on {size} ranks", [_global_draws()]
     epochs = [_dealt(attempt, length, size, epoch) for epoch in range(5)]
     first, second, *_ = epochs
-    for name, (key, place) in _global_draws().items():
-        if key == draws[name][0] and place != draws[name][1]:
+    draws.append(_global_draws())
+    seeded = draws[0]["torch's generator"][0] != draws[1]["torch's generator"][0]
+    again = _dealt(attempt, length, size, 0)
+    draws.append(_global_draws())
+    for name in draws[0]:
+        (key, before), (same, after), later = (drawn[name] for drawn in draws)
+        if key == same and before != after and later == (same, after):
             raise Failed(
                 f"{case}: the order is drawn from {name}, and nothing in the call has seeded it",
                 "Every rank makes this call in a process of its own, where that generator is at "
                 "another place, also if you remember what it drew: each rank would cut another "
                 "order. Take a generator of your own, seeded by the epoch.",
             )
-    seeded = not torch.equal(torch.get_rng_state(), drawn)
-    torch.set_rng_state(drawn)
-    if first != _dealt(attempt, length, size, 0):
+    if first != again:
         raise Failed(
             f"{case}: two calls for epoch 0 differ",
             "Every rank makes this call in a process of its own, so it must come out alike: "
