@@ -57,6 +57,12 @@ def _all_that_stays_first(gpu: memory.Allocator) -> None:
 WRONG = {
     "memory/count-parameters": (
         Wrong(
+            "three biases of h",
+            _count(lambda m: 2 * (m.bias == "qkv") * (m.num_heads - m.num_kv_heads) * m.d_head * m.num_layers),
+            "Qwen2 0.5B, tied",
+            "as long as what it is added to",
+        ),
+        Wrong(
             "the frequencies of RoPE",
             _count(lambda m: m.d_head // 2),
             "Llama 2 7B",

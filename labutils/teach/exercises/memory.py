@@ -135,6 +135,9 @@ def _miscounts(model: ModelConfig) -> dict[int, str]:
         ),
         -(keys + values): "Qwen2 has a bias on keys and values as well as on queries.",
         queries + keys + values: "Only Qwen2 has biases: model_type says which model it is.",
+        2 * (queries - keys): (
+            "A bias is as long as what it is added to: g·d numbers at the keys and at the values."
+        ),
         queries: (
             "In each layer h numbers too many: it has two norms, and no bias on the output "
             "projection."
