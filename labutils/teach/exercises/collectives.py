@@ -405,10 +405,11 @@ def _tree_values(attempt: Callable, sizes: tuple[int, ...]) -> str:
             results, after = _run(attempt, inputs)
         except Failed as failure:
             if n & (n - 1):
+                apart = isinstance(failure.__context__, (world.DeadlockError, world.MismatchError))
                 why = (
-                    "some ranks have nobody to pass it on to. Send only to ranks that exist."
-                    if "there is no rank" in str(failure)
-                    else f"is each send met by a receive there? {failure.hint}"
+                    f"is each send met by a receive there? {failure.hint}"
+                    if apart
+                    else "some ranks have nobody to pass it on to. Send only to ranks that exist."
                 )
                 raise Failed(str(failure), f"{n} is not a power of two: {why}") from None
             raise

@@ -157,15 +157,11 @@ def _shuffled(attempt: Callable) -> str:
         return _anew_in_every_epoch(attempt)
 
 
-def _anew_in_every_epoch(attempt: Callable) -> str:
-    length, size = 64, 4
-    case, draws = f"{length} examples on {size} ranks", [_global_draws()]
-    epochs = [_dealt(attempt, length, size, epoch) for epoch in range(5)]
-    first, second, *_ = epochs
-    draws.append(_global_draws())
-    seeded = draws[0]["torch's generator"][0] != draws[1]["torch's generator"][0]
-    again = _dealt(attempt, length, size, 0)
-    draws.append(_global_draws())
+def _no_draw_remembered(case: str, draws: list[dict[str, tuple[Any, Any]]]) -> None:
+    """Raise Failed where calls drew what nothing had seeded, and a call like them drew nothing.
+
+    draws: before the calls, after them, and after the other one
+    """
     for name in draws[0]:
         (key, before), (same, after), later = (drawn[name] for drawn in draws)
         if key == same and before != after and later == (same, after):
@@ -175,6 +171,17 @@ def _anew_in_every_epoch(attempt: Callable) -> str:
                 "another place, also if you remember what it drew: each rank would cut another "
                 "order. Take a generator of your own, seeded by the epoch.",
             )
+
+
+def _anew_in_every_epoch(attempt: Callable) -> str:
+    length, size = 64, 4
+    case, draws = f"{length} examples on {size} ranks", [_global_draws()]
+    epochs = [_dealt(attempt, length, size, epoch) for epoch in range(5)]
+    first, second, *_ = epochs
+    draws.append(_global_draws())
+    again = _dealt(attempt, length, size, 0)
+    draws.append(_global_draws())
+    _no_draw_remembered(case, draws)
     if first != again:
         raise Failed(
             f"{case}: two calls for epoch 0 differ",
@@ -194,6 +201,22 @@ def _anew_in_every_epoch(attempt: Callable) -> str:
             "in another order",
             "Who works with whom should change too: shuffle all examples first, then cut.",
         )
+    _well_mixed(case, epochs)
+    if draws[0]["torch's generator"][0] != draws[1]["torch's generator"][0]:
+        raise Failed(
+            f"{case}: the call has seeded the generator from which everybody draws",
+            "All ranks seed it alike, and their dropout then drops the same units. Take one of "
+            "your own, torch.Generator().manual_seed(epoch).",
+        )
+    return "epochs differ, calls agree"
+
+
+def _well_mixed(case: str, epochs: list[list[list[int]]]) -> None:
+    """Raise Failed where examples stay with their neighbors, in an epoch or from one to the next.
+
+    epochs: the examples of each rank, for each epoch
+    """
+    first, length = epochs[0], sum(map(len, epochs[0]))
     if any(part == sorted(part) for part in first):
         raise Failed(f"{case}: not shuffled", "Shuffle before you cut.")
     if _still_together(first) > 0.5:
@@ -208,13 +231,6 @@ def _anew_in_every_epoch(attempt: Callable) -> str:
                 f"{case}: epoch {k} has the order of epoch {i}, begun at another place or reversed",
                 "A rotation is no new order: the same examples meet again. Shuffle in every epoch.",
             )
-    if seeded:
-        raise Failed(
-            f"{case}: the call has seeded the generator from which everybody draws",
-            "All ranks seed it alike, and their dropout then drops the same units. Take one of "
-            "your own, torch.Generator().manual_seed(epoch).",
-        )
-    return "epochs differ, calls agree"
 
 
 SAMPLER = Exercise(

@@ -433,6 +433,11 @@ def _gradient(attempt: Merge) -> str:
             "Replacing NaN in the result mends the value, not the gradient: keep −inf − (−inf) "
             "from being computed, by subtracting a finite number there, and take no log of 0.",
         )
+    _gradient_of_one_part(attempt)
+    return "q, k and v, and rows that one part sees, or none"
+
+
+def _gradient_of_one_part(attempt: Merge) -> None:
     o1, lse1, o2, lse2, *_ = (x.detach().clone() for x in _halves())
     o1[:, :, 0], lse1[:, :, 0] = 0.0, -math.inf  # each part has a row that it does not see
     o2[:, :, 1], lse2[:, :, 1] = 0.0, -math.inf
@@ -460,7 +465,6 @@ def _gradient(attempt: Merge) -> str:
             "There one part has all of the gradient, of its output and of its lse, and the other "
             "one has none.",
         )
-    return "q, k and v, and rows that one part sees, or none"
 
 
 MERGE = Exercise(

@@ -135,9 +135,6 @@ def _miscounts(model: ModelConfig) -> dict[int, str]:
         ),
         -(keys + values): "Qwen2 has a bias on keys and values as well as on queries.",
         queries + keys + values: "Only Qwen2 has biases: model_type says which model it is.",
-        2 * (queries - keys): (
-            "A bias is as long as what it is added to: g·d numbers at the keys and at the values."
-        ),
         queries: (
             "In each layer h numbers too many: it has two norms, and no bias on the output "
             "projection."
@@ -150,12 +147,22 @@ def _miscounts(model: ModelConfig) -> dict[int, str]:
             "In each layer h numbers are missing: it has two norms"
             + (", and a bias on its queries." if model.bias == "qkv" else ".")
         ),
+        model.seq_len * h: (
+            "There is no table of positions: RoPE turns queries and keys and has no weights."
+        ),
+    } | _small_miscounts(model)
+
+
+def _small_miscounts(model: ModelConfig) -> dict[int, str]:
+    """What it usually means to count so many too many, where they are no matrix."""
+    a, g, d, L = model.letters("a g d L")
+    return {
+        2 * (a - g) * d * L: (
+            "A bias is as long as what it is added to: g·d numbers at the keys and at the values."
+        ),
         **dict.fromkeys(
             (d // 2, L * d // 2),
             "The frequencies of RoPE are computed, not learned: a buffer, and no parameter.",
-        ),
-        model.seq_len * h: (
-            "There is no table of positions: RoPE turns queries and keys and has no weights."
         ),
     }
 
