@@ -553,13 +553,6 @@ def _why(seen: _Seen, rank: int, step: int, wrong: list[str], hint: str) -> tupl
             f"{'every parameter still holds' if every else name + several} the rank's own gradient",
             hint or "Does every parameter have a hook, and does the hook reduce parameter.grad?",
         )
-    if n == 1 and is_(2 * right):
-        return (
-            f"the gradient of {name} is there twice",
-            "One rank has nothing to add up. A hook of register_hook runs before autograd adds "
-            "the gradient to .grad: what you write there stays under it. Return the mean, or take "
-            "register_post_accumulate_grad_hook.",
-        )
     if is_(n * right):
         return (
             f"the gradient is {n} times too large",
@@ -593,6 +586,13 @@ def _what_else(name: str, found: Tensor, right: Tensor, each: Tensor) -> tuple[s
         return (
             f"{name} holds the largest of all ranks' gradients, number for number",
             'The mean is a sum, divided: all_reduce without "max".',
+        )
+    if len(each) == 1 and _near(found, 2 * right, rtol=1e-6, atol=1e-12):
+        return (
+            f"the gradient of {name} is there twice",
+            "One rank has nothing to add up. A hook of register_hook runs before autograd adds "
+            "the gradient to .grad: what you write there stays under it. Return the mean, or take "
+            "register_post_accumulate_grad_hook.",
         )
     factor = ((found * right).sum() / right.square().sum()).item()
     if factor and _near(found, factor * right, rtol=1e-6, atol=1e-12):
