@@ -380,8 +380,7 @@ class _Seen:
         def program(rank: world.Rank) -> tuple:
             comm = rank.comm("dp")
             module = _Net(rank.rank, comm, reordered)
-            made = attempt(module, comm)
-            net = _called(made, module)
+            net = _called(attempt(module, comm), module)
             if interrupted:
                 with suppress(KeyboardInterrupt), net.no_sync():
                     raise KeyboardInterrupt
@@ -404,6 +403,15 @@ class _Seen:
                 raise Failed(str(failure), _RETURNS) from None
             raise
         self.start, self.gradients, self.end = (list(side) for side in zip(*results, strict=True))
+        self._all_waited_for()
+        # In program order; "mark" stands where a backward pass comes to the first layer.
+        self.sent = [
+            [(event.op, event.sent) for event in events if event.to is not None]
+            for events in _ranks.world_of(n).trace.ranks
+        ]
+
+    def _all_waited_for(self) -> None:
+        """Raise Failed where a rank's weights at the end are a number: that of calls under way."""
         if late := max((end for end in self.end if isinstance(end, int)), default=0):
             raise Failed(
                 f"{self.case}: the backward pass is over, and nobody has waited for {late} "
@@ -411,11 +419,6 @@ class _Seen:
                 "With async_op=True you get a Work, and the result is there when its wait() comes "
                 "back. Wait before you read or write the tensor, and before backward() is over.",
             )
-        # In program order; "mark" stands where a backward pass comes to the first layer.
-        self.sent = [
-            [(event.op, event.sent) for event in events if event.to is not None]
-            for events in _ranks.world_of(n).trace.ranks
-        ]
 
     @property
     def busiest(self) -> int:
