@@ -304,6 +304,13 @@ def _whole_numbers_first(all_reduce, world):
     return list(_of_tensors(all_reduce, world, numbers, lambda draw: torch.randn(103, generator=draw)))
 
 
+def _of_a_loss_and_a_transposed(all_reduce, world):
+    def many(draw):
+        return torch.randn(33, 31, generator=draw).t()
+
+    return [*_of_tensors(all_reduce, world, lambda draw: torch.randn((), generator=draw), many)]
+
+
 def _of_a_matrix(all_reduce, world):
     return [*_of_tensors(all_reduce, world, lambda draw: torch.randn(33, 31, generator=draw))]
 
@@ -337,6 +344,7 @@ RIGHT = {
         "a generator": _yields,
         "whole numbers first": _whole_numbers_first,
         "of a matrix": _of_a_matrix,
+        "of a loss and of a transposed matrix": _of_a_loss_and_a_transposed,
         "one truth value": _one_truth,
         "assertions": _by_assertions,
         "a string": lambda all_reduce, world: "; ".join(_yields(all_reduce, world)),

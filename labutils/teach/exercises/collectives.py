@@ -469,7 +469,8 @@ TREE = Exercise(
 
 def _whole_tensors_twice(x, comm):
     """The published one: a round of whole tensors that adds up, and one that hands results on."""
-    n, i, total, travelling = comm.size, comm.rank, x.clone(), x.clone()
+    n, i, x = comm.size, comm.rank, x.contiguous()
+    total, travelling = x.clone(), x.clone()
     for _ in range(n - 1):
         travelling = comm.send_recv(travelling, (i + 1) % n, torch.empty_like(x), (i - 1) % n)
         total += travelling
@@ -489,12 +490,14 @@ def _only_rank_0(x, comm):
 
 def _drops_the_rest(x, comm):
     """Cuts pieces of n // N elements and forgets what is left over."""
-    size = len(x) // comm.size * comm.size
-    return torch.cat([collectives.all_reduce_ring(x[:size], comm), x[size:]])
+    flat = x.flatten()
+    size = len(flat) // comm.size * comm.size
+    whole = torch.cat([collectives.all_reduce_ring(flat[:size], comm), flat[size:]])
+    return whole.view(x.shape)
 
 
 def _in_place(x, comm):
-    return collectives.all_reduce_ring(x, comm, out=x).clone()
+    return x.detach().copy_(collectives.all_reduce_ring(x, comm)).clone()
 
 
 def _another_last_bit(x, comm):
@@ -502,7 +505,7 @@ def _another_last_bit(x, comm):
     whole = collectives.all_reduce_ring(x, comm)
     if not x.is_floating_point():
         return whole
-    mine = whole.split(collectives.shares(len(x), comm.size))[comm.rank]
+    mine = whole.view(-1).split(collectives.shares(x.numel(), comm.size))[comm.rank]
     nudged = torch.nextafter(mine, torch.full_like(mine, math.inf))
     mine.copy_(torch.where(mine == mine.round(), mine, nudged))
     return whole
@@ -527,7 +530,7 @@ def _last_differs(x, comm):
 
 def _gathers_all(x, comm):
     """Everybody gets all tensors and adds them in the same order."""
-    return collectives.all_gather_ring(x, comm).view(comm.size, *x.shape).sum(0)
+    return collectives.all_gather_ring(x.flatten(), comm).view(comm.size, *x.shape).sum(0)
 
 
 def _no_messages(x, comm):
