@@ -342,6 +342,18 @@ def _overwrites(fn, x):
     return _Overwriting.apply(fn, x, torch.empty(0, requires_grad=True))
 
 
+def _by_autograd_grad(checkpoint):
+    """Asks for all gradients at once, those of the weights among them."""
+    found = []
+    for call in (lambda fn, x: fn(x), checkpoint):
+        torch.manual_seed(3)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.5))
+        x = torch.randn(16, 8, requires_grad=True)
+        loss, leaves = call(net, x).square().sum(), [x, *net.parameters()]
+        found.append(torch.autograd.grad(loss, leaves, allow_unused=True))
+    return not all(y is not None and torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 WRONG = {
     "checkpointing/segments": (
         Wrong(
@@ -526,6 +538,12 @@ WRONG = {
         Wrong("computes it three times", _three_times, "evaluations", "worth a third"),
     ),
     "checkpointing/bug-hunt": (
+        Wrong(
+            "asks autograd.grad",
+            _by_autograd_grad,
+            "lets right ones pass",
+            "where torch.autograd.grad does not look",
+        ),
         Wrong(
             "no dropout",
             lambda c: exercises.differs(c, dropout=0.0, after=True),

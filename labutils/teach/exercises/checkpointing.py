@@ -674,7 +674,10 @@ def _innocent(attempt: Callable) -> str:
             raise Failed(
                 f"your test calls {name} checkpoint broken, and it is right",
                 "Set the seed before the plain step and again before the checkpointed one, "
-                "and compare equal things: gradients, or what comes after.",
+                "and compare equal things: gradients, or what comes after."
+                + " Take them by backward(): an autograd.Function does not see the weights, and "
+                "leaves their gradients in .grad, where torch.autograd.grad does not look."
+                * (name == "the textbook"),
             )
     return "3 right implementations pass"
 
