@@ -17,14 +17,18 @@ _CIRCLE = (
     "A send returns when the other side receives. If all ranks send first, nobody is left to "
     "receive: let some receive first, or use send_recv."
 )
-_SIZES = (
+_BUFFER = (
     "What one side sends the other must receive at that point, in the same size and dtype: "
-    "torch.empty_like makes such a buffer. Pieces may differ by one element: take the sizes from "
-    "collectives.shares(n, N)."
+    "torch.empty_like makes such a buffer."
+)
+_SIZES = (
+    f"{_BUFFER} Pieces may differ by one element: take the sizes from collectives.shares(n, N)."
 )
 
 
-def _run(attempt: Callable, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _run(
+    attempt: Callable, inputs: list[Tensor], mismatch: str = _BUFFER
+) -> tuple[list[Tensor], list[Tensor]]:
     """What the attempt returned on every rank, and what became of its inputs."""
 
     def program(rank):
@@ -33,7 +37,7 @@ def _run(attempt: Callable, inputs: list[Tensor]) -> tuple[list[Tensor], list[Te
 
     n, length = len(inputs), inputs[0].numel()
     case = f"{_ranks.count(n)}, {length} element{'s' * (length != 1)}"
-    pairs = _ranks.run(n, case, program, _CIRCLE, mismatch=_SIZES)
+    pairs = _ranks.run(n, case, program, _CIRCLE, mismatch=mismatch)
     results = [result for result, _ in pairs]
     for rank, result in enumerate(results):
         wanted = tuple(inputs[rank].shape)
@@ -159,13 +163,12 @@ def _sums(attempt: Callable, n: int, length: int, more: str = "") -> None:
 
 
 def _summed(attempt: Callable, n: int, length: int) -> None:
-    marked, _ = _run(
-        attempt, [torch.full((length,), 100**rank, dtype=torch.float64) for rank in range(n)]
-    )
+    marks = [torch.full((length,), 100**rank, dtype=torch.float64) for rank in range(n)]
+    marked, _ = _run(attempt, marks, _SIZES)
     _diagnose(n, length, marked)
     _by_hand(n, "comm.send_recv passes one piece to the right and takes one from the left.")
     inputs = _numbers(n, length)
-    results, after = _run(attempt, inputs)
+    results, after = _run(attempt, inputs, _SIZES)
     for rank, result in enumerate(results):
         if not torch.equal(result, sum(inputs[1:], inputs[0])):
             raise Failed(
@@ -229,7 +232,7 @@ def _ring_bytes(attempt: Callable) -> str:
     neighbors = 1
     for n, length in ((8, 512), (3, 64), (4, 10)):
         inputs = _numbers(n, length)
-        _run(attempt, inputs)
+        _run(attempt, inputs, _SIZES)
         S, sent = inputs[0].nbytes, _ranks.world_of(n).ledger.by("rank")
         ring = collectives.sent("all_reduce_ring", nbytes=S, n=n, itemsize=8)
         # Which of two uneven pieces a rank leaves out is a matter of taste; the total is not.
@@ -259,7 +262,7 @@ def _ring_edges(attempt: Callable) -> str:
 def _ring_dtypes(attempt: Callable) -> str:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         inputs = [torch.full((6,), rank + 1, dtype=dtype) for rank in range(3)]
-        results, _ = _run(attempt, inputs)
+        results, _ = _run(attempt, inputs, _SIZES)
         sent, ring = _ranks.world_of(3).ledger.total, 4 * inputs[0].nbytes
         if sent > ring:
             raise Failed(
