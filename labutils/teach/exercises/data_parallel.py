@@ -123,7 +123,8 @@ def _still_together(parts: list[list[int]]) -> float:
 
 def _global_draws() -> dict[str, tuple[Any, Any]]:
     """Of each generator from which everybody draws: what its seed made, and how far it has come."""
-    python, numpys = random.getstate()[1], np.random.get_state()  # noqa: NPY002
+    python = random.getstate()[1]
+    numpys: Any = np.random.get_state()  # noqa: NPY002
     return {
         "torch's generator": (torch.initial_seed(), torch.get_rng_state().tolist()),
         "the generator of random": (python[:-1], python[-1]),
@@ -384,7 +385,7 @@ class _Seen:
             if interrupted:
                 with suppress(KeyboardInterrupt), net.no_sync():
                     raise KeyboardInterrupt
-            start, steps = _weights(module), []
+            start, steps = _weights(module), list[dict[str, Tensor | None]]()
             for step in range(self.steps):
                 module.zero_grad()
                 for k in range(self.micro):

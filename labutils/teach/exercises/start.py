@@ -211,7 +211,7 @@ def _counted(
     got = attempt(net, optimizer)
     if got != ledger.total:
         value = got.item() if getattr(got, "shape", None) == () else got  # of NumPy or torch
-        off = int(value) - ledger.total if isinstance(value, Real) else 0
+        off = int(float(value)) - ledger.total if isinstance(value, Real) else 0
         parts = ", ".join(f"{name} {amount:,}" for name, amount in ledger.by("name").items())
         direction = f": {abs(off):,} too {'many' if off > 0 else 'few'}" if off else ""
         raise Failed(
