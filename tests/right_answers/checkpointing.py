@@ -148,8 +148,42 @@ def _looks_at_the_generator(checkpoint: Callable) -> np.bool_:
     )
 
 
+def _by_numbers(n, k):
+    """A recursion from segment to segment; stages are tensors without dims."""
+    size = n // k
+
+    def segment(first):
+        inside, last = range(first, first + size), first + size == n
+        for i in inside:
+            yield ("record" if last else "forward", i)
+            if not last and i > first:
+                yield ("drop", i)
+        if not last:
+            yield from segment(first + size)
+            yield from (("record", i) for i in inside)
+        yield from (("backward", i) for i in reversed(inside))
+        if first:
+            yield ("drop", first)
+
+    return [(operation, torch.tensor(i)) for operation, i in segment(0)]
+
+
+def _reads_tokens(checkpoint):
+    """The input of its model is one of words, without a gradient."""
+    found = []
+    for call in (lambda fn, x: fn(x), checkpoint):
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Embedding(20, 32), nn.Dropout(0.3), nn.Linear(32, 4))
+        hidden = call(net, torch.arange(20).view(4, 5))
+        nn.functional.dropout(hidden).square().sum().backward()
+        found.append([*(p.grad for p in net.parameters()), torch.rand(1)])
+    plain, mine = found
+    return not all(y is not None and torch.equal(x, y) for x, y in zip(plain, mine, strict=True))
+
+
 RIGHT = {
     "checkpointing/segments": {
+        "a recursion, numbers as tensors": _by_numbers,
         "a generator of lists": _one_by_one,
         "NumPy integers": _in_numpy,
         "steps of the library": lambda n, k: list(checkpointing.segments(n, k).steps),
@@ -168,6 +202,7 @@ RIGHT = {
         "slots, filled by hooks": functools.partial(_by_hooks, needs=False),
     },
     "checkpointing/bug-hunt": {
+        "reads tokens": _reads_tokens,
         "trains for three steps": _trains_differently,
         "compares the generator's state": _looks_at_the_generator,
         "gradients and what comes next": lambda c: exercises.differs(c, dropout=0.2, after=True),

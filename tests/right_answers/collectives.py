@@ -260,9 +260,65 @@ def _the_rest_in_the_last_piece(x, comm):
     return x
 
 
+def _adds_to_zeros(x, comm):
+    """What arrives is added to zeros."""
+    n, out = comm.size, torch.zeros_like(x)
+    if n == 1:
+        return x.clone()
+    calls = [
+        lambda: comm.send(x, (comm.rank + 1) % n),
+        lambda: comm.recv(out, (comm.rank - 1) % n, reduce="sum"),
+    ]
+    for call in calls if comm.rank % 2 == 0 else calls[::-1]:
+        call()
+    return out
+
+
+def _of_tensors(all_reduce, world, *makes):
+    """Complaints about all-reduces of other tensors, one after the other."""
+    for make in makes:
+        inputs = [make(torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+
+        def program(rank, inputs=inputs):
+            x = inputs[rank.rank].clone()
+            return all_reduce(x, rank.comm("dp")), x
+
+        results = world.run(program)
+        total, n, size = sum(x.double() for x in inputs), world.size, inputs[0].element_size()
+        for rank, (result, after) in enumerate(results):
+            if not torch.allclose(result.double(), total, atol=1e-4):
+                yield f"rank {rank} has no sum"
+            if not torch.equal(after, inputs[rank]):
+                yield f"rank {rank} has lost its input"
+            if not torch.equal(result, results[0][0]):
+                yield f"rank {rank} has other bits than rank 0"
+        most = 2 * (n - 1) / n * inputs[0].nbytes + 4 * size
+        if max(world.ledger.by("rank").values(), default=0) > most:
+            yield "a rank sends more than in a ring"
+
+
+def _whole_numbers_first(all_reduce, world):
+    def numbers(draw):
+        return torch.randint(100, (103,), generator=draw)
+
+    return list(_of_tensors(all_reduce, world, numbers, lambda draw: torch.randn(103, generator=draw)))
+
+
+def _of_a_loss_and_a_transposed(all_reduce, world):
+    def many(draw):
+        return torch.randn(33, 31, generator=draw).t()
+
+    return [*_of_tensors(all_reduce, world, lambda draw: torch.randn((), generator=draw), many)]
+
+
+def _of_a_matrix(all_reduce, world):
+    return [*_of_tensors(all_reduce, world, lambda draw: torch.randn(33, 31, generator=draw))]
+
+
 RIGHT = {
     "collectives/ordered-sends": {
         "rounds by parity": _by_parity,
+        "adds to zeros": _adds_to_zeros,
         "three colors": _in_three_colors,
         "odd ranks send first": _odd_ranks_send_first,
         "two calls in an order": _two_calls_sorted,
@@ -286,6 +342,9 @@ RIGHT = {
     },
     "collectives/missing-test": {
         "a generator": _yields,
+        "whole numbers first": _whole_numbers_first,
+        "of a matrix": _of_a_matrix,
+        "of a loss and of a transposed matrix": _of_a_loss_and_a_transposed,
         "one truth value": _one_truth,
         "assertions": _by_assertions,
         "a string": lambda all_reduce, world: "; ".join(_yields(all_reduce, world)),

@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import random
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 # ── who gets which examples ──────────────────────────────────────────────────────────────────────
 
@@ -28,6 +30,31 @@ def _blocks(length, rank, size, epoch):
     order = torch.randperm(length, generator=torch.Generator().manual_seed(7919 * epoch))
     each = -(-length // size)
     return order.repeat(size)[rank * each :][:each]
+
+
+def _by_hashes(length, rank, size, epoch):
+    """Sorted by what SHA-256 makes of epoch and index."""
+
+    def digest(i):
+        return hashlib.sha256(f"{epoch}/{i}".encode()).digest()
+
+    order = sorted(range(length), key=digest)
+    return [order[(rank + k * size) % length] for k in range(-(-length // size))]
+
+
+def _seeded_and_put_back(length, rank, size, epoch):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(epoch)
+        order = torch.randperm(length).tolist()
+    return [order[i % length] for i in range(rank, -(-length // size) * size, size)]
+
+
+def _through_a_loader(length, rank, size, epoch):
+    """PyTorch's sampler, read through a DataLoader, which draws a seed for its workers."""
+    data = range(length)
+    sampler = DistributedSampler(data, size, rank, shuffle=True, seed=7)
+    sampler.set_epoch(epoch)
+    return [int(i) for i in DataLoader(data, batch_size=None, sampler=sampler)]
 
 
 # ── reduce as you go ─────────────────────────────────────────────────────────────────────────────
@@ -51,6 +78,33 @@ def _in_place(module, comm):
             parameter.copy_(comm.broadcast(parameter.detach().clone()))
     for parameter in filter(lambda p: p.requires_grad, module.parameters()):
         parameter.register_post_accumulate_grad_hook(average)
+
+
+def _where_gradients_are_added(module, comm):
+    """Hooks of the nodes of the graph that add to .grad, as in DDP."""
+    module.nodes = []
+    for parameter in module.parameters():
+        comm.broadcast(parameter, out=parameter)
+        if parameter.requires_grad:
+            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+            def average(*_, parameter=parameter):
+                parameter.grad = comm.all_reduce(parameter.grad).div_(comm.size)
+
+            node.register_hook(average)
+            module.nodes.append(node)  # or it is gone, with its hook
+
+
+def _with_handles(module, comm):
+    """Returns what the hooks can be removed by."""
+
+    def average(parameter):
+        parameter.grad.copy_(comm.all_reduce(parameter.grad) / comm.size)
+
+    for parameter in module.parameters():
+        comm.broadcast(parameter, out=parameter)
+    learning = filter(lambda parameter: parameter.requires_grad, module.parameters())
+    return [parameter.register_post_accumulate_grad_hook(average) for parameter in learning]
 
 
 class _Under(nn.Module):
@@ -264,6 +318,9 @@ RIGHT = {
     "data_parallel/sampler": {
         "NumPy's permutation, as an array": _numpy,
         "a generator": _generator,
+        "sorted by hashes": _by_hashes,
+        "through a DataLoader": _through_a_loader,
+        "torch's generator, seeded and put back": _seeded_and_put_back,
         "blocks, as a tensor": _blocks,
         "a tuple of NumPy integers": lambda *case: tuple(_numpy(*case)),
     },
@@ -272,6 +329,8 @@ RIGHT = {
         "hooks that return the gradient": _tensor_hooks,
         "divided first, in place": _in_place,
         "a wrapper that waits at the end": _Under,
+        "handles come back": _with_handles,
+        "hooks of the graph's nodes": _where_gradients_are_added,
     },
     "data_parallel/bug-hunt": {
         "a depth of silence": _Countdown,

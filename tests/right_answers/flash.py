@@ -1,5 +1,6 @@
 """Right answers to the exercises of `flash`, written differently from the reference."""
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -43,6 +44,52 @@ def _token_by_token(blocks: exercises.Blocks) -> list[Tensor]:
             if score > -math.inf:
                 state = (value, score) if state is None else flash.merge(*state, value, score)
     return list(state)
+
+
+def _in_the_blocks(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    """Scores become weights where they stand."""
+    top = total = out = None
+    for scores, values in blocks:
+        if top is None:
+            top, total = scores.new_tensor(LOWEST), scores.new_zeros(())
+            out = values.new_zeros(values.shape[1:])
+        new = max(top, scores.max())
+        weights, factor = scores.sub_(new).exp_(), (top - new).exp()
+        total, out, top = total * factor + weights.sum(), torch.addmv(out * factor, values.T, weights), new
+    return out.div_(total), total.log_().add_(top)
+
+
+def _in_place(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """The first output becomes the whole one."""
+    top = torch.maximum(lse1, lse2)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    first, second = (lse1 - top).exp(), (lse2 - top).exp()
+    total = first + second
+    blind = total == 0
+    total = total.masked_fill(blind, 1.0)
+    o1.mul_((first / total)[..., None]).add_(o2 * (second / total)[..., None])
+    return o1, (top + total.log()).masked_fill(blind, -math.inf)
+
+
+class _Merge(torch.autograd.Function):
+    """Forward and backward by hand."""
+
+    @staticmethod
+    def forward(ctx, o1, lse1, o2, lse2):
+        lse = torch.logaddexp(lse1, lse2)
+        known = lse.masked_fill(lse == -math.inf, 0)
+        a, b = (lse1 - known).exp(), (lse2 - known).exp()
+        out = a[..., None] * o1 + b[..., None] * o2
+        ctx.save_for_backward(o1, o2, out, a, b)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, of_out, of_lse):
+        o1, o2, out, a, b = ctx.saved_tensors
+        first, second = (
+            share * (of_lse + (of_out * (o - out)).sum(-1)) for share, o in ((a, o1), (b, o2))
+        )
+        return a[..., None] * of_out, first, b[..., None] * of_out, second
 
 
 def _softmax_of_two(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,27 +318,27 @@ def _from_the_end(q, k, v, *, causal, block_q, block_k):
 
 
 def _heads_in_turn(q, k, v, *, causal, block_q, block_k):
-    """A head at a time, and the online softmax of the lab in each row of tiles."""
+    """A head of a sequence at a time, and the online softmax of the lab in each row of tiles."""
     out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
     before = k.shape[2] - q.shape[2]
-    for head in range(q.shape[1]):
+    for one in itertools.product(range(q.shape[0]), range(q.shape[1])):
         for top in range(0, q.shape[2], block_q):
             at = torch.arange(top, min(top + block_q, q.shape[2]))
             last = int(at[-1]) + before if causal else k.shape[2] - 1
             m, total, sums = torch.full((len(at), 1), LOWEST, dtype=q.dtype), 0.0, 0.0
             for left in range(0, last + 1, block_k):
                 keys = torch.arange(left, min(left + block_k, k.shape[2]))
-                S = q[0, head, at] @ k[0, head, keys].T / math.sqrt(q.shape[3])
+                S = q[one][at] @ k[one][keys].T / math.sqrt(q.shape[3])
                 if causal:
                     S = S.masked_fill(keys[None] > at[:, None] + before, -math.inf)
                 old, m = m, torch.maximum(m, S.amax(1, keepdim=True))
                 P, factor = (S - m).exp(), (old - m).exp()
-                total, sums = factor * total + P.sum(1, keepdim=True), factor * sums + P @ v[0, head, keys]
+                total, sums = factor * total + P.sum(1, keepdim=True), factor * sums + P @ v[one][keys]
             if last < 0:
                 continue
             some = total > 0
-            out[0, head, at] = torch.where(some, sums / total.where(some, 1.0), 0.0)
-            lse[0, head, at] = torch.where(some, m + total.log(), -math.inf)[:, 0]
+            out[one][at] = torch.where(some, sums / total.where(some, 1.0), 0.0)
+            lse[one][at] = torch.where(some, m + total.log(), -math.inf)[:, 0]
     return out, lse
 
 
@@ -308,6 +355,7 @@ def _padded(q, k, v, *, causal, block_q, block_k):
 
 RIGHT = {
     "flash/online-softmax": {
+        "weights in place of scores": _in_the_blocks,
         "outputs merged by their lse": _by_lse,
         "NumPy, an array and a float": _numpy,
         "normalized after every block, yielded": _normalized_at_once,
@@ -317,6 +365,8 @@ RIGHT = {
         "a column of ones": _one_table,
     },
     "flash/merge": {
+        "a Function of its own": _Merge.apply,
+        "in place": _in_place,
         "a finite unit": _log_of_sums,
         "a softmax of the two lse": _softmax_of_two,
         "a sigmoid of their difference": _difference,

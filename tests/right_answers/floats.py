@@ -5,6 +5,7 @@ import functools
 import heapq
 import math
 from collections import deque
+from decimal import Decimal, localcontext
 from fractions import Fraction
 
 import numpy as np
@@ -151,8 +152,31 @@ def _halves(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     return x
 
 
+def _looks_at_every_code(fmt: FloatFormat, x: float) -> int:
+    """The nearest of all that are finite, anew for each number."""
+    finite = [v for code in range(2 ** (fmt.bits - 1)) if math.isfinite(v := fmt.decode(code))]
+    code = min(range(len(finite)), key=lambda code: (abs(finite[code] - abs(x)), code & 1))
+    top, sign = len(finite) - 1, (math.copysign(1, x) < 0) << fmt.bits - 1
+    beyond, half = abs(x) - finite[top], (finite[top] - finite[top - 1]) / 2
+    over = fmt.nan != "none" and (beyond > half or (beyond == half and top % 2 == 1))
+    if over and fmt.nan == "negative_zero":
+        return 1 << fmt.bits - 1
+    return code + over | (sign if code or fmt.nan != "negative_zero" else 0)
+
+
+def _decimal(fmt: FloatFormat, code: int) -> Decimal:
+    """In the decimal system, exact with as many digits."""
+    sign, exponent, mantissa, kind = fmt.fields(code)
+    significand = mantissa + (kind == "normal" and 2**fmt.mantissa_bits)
+    with localcontext(prec=400):
+        value = significand * Decimal(2) ** (max(exponent, 1) - fmt.bias - fmt.mantissa_bits)
+    value = Decimal({"inf": "inf", "nan": "nan"}[kind]) if kind in ("inf", "nan") else value
+    return value.copy_negate() if sign else value
+
+
 RIGHT = {
     "floats/decode": {
+        "decimal": _decimal,
         "case by case": _by_cases,
         "a NumPy scalar": lambda fmt, code: np.float32(_by_cases(fmt, code)),
         "a tensor without dims": lambda fmt, code: torch.tensor(_by_cases(fmt, code)),
@@ -160,6 +184,7 @@ RIGHT = {
         "by kind, integers as significands": _by_kind,
     },
     "floats/encode": {
+        "looks at every code": _looks_at_every_code,
         "the nearest of all values, as NumPy's integer": _nearest_of_all,
         "a tensor without dims": lambda fmt, x: torch.tensor(int(_nearest_of_all(fmt, x))),
         "a lambda": lambda fmt, x: fmt.encode(Fraction(x) if x else x),
@@ -175,6 +200,7 @@ RIGHT = {
         "halves, a tensor of one dim": _halves,
     },
     "floats/rounds-twice": {
+        "decimal": Decimal("1.00048828125090949"),
         "a NumPy scalar": np.float64(1 + 2**-11 + 2**-40),
         "a tensor": torch.tensor(1 + 2**-11 + 2**-26, dtype=torch.float64),
         "a fraction": Fraction(2**40 + 2**29 + 1, 2**40),

@@ -1,6 +1,6 @@
 """Right answers to the exercises of `memory`, in other styles than the reference."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -103,6 +103,17 @@ def _behind(gpu: memory.Allocator) -> list[int]:
     return [row[2] for row in rows]
 
 
+def _in_other_words(backward: str, optimizer: str) -> Callable:
+    """The phases as one may call them."""
+    names = {"backward": backward, "optimizer": optimizer}
+
+    def fullest(*asked: Any) -> tuple[str, float]:
+        phase, nbytes = _if_else(*asked)
+        return names[phase], nbytes
+
+    return fullest
+
+
 RIGHT = {
     "memory/count-parameters": {
         "a loop over shapes": _matrix_by_matrix,
@@ -117,6 +128,8 @@ RIGHT = {
         "a NumPy integer": lambda **sizes: np.int64(_listed(**sizes)),
     },
     "memory/bug-hunt-peak": {
+        "passes and steps": _in_other_words("the backward pass", "optimizer.step()"),
+        "the update": _in_other_words("Backward pass", "update"),
         "a dict of moments, a list, a NumPy float": _per_parameter,
         "if and else, 0-d tensors": _if_else,
         "a generator": lambda *asked: (part for part in _if_else(*asked)),

@@ -202,6 +202,51 @@ def _loop(
     return attempt
 
 
+def _one_for_the_rest(*, counted: bool) -> Callable:
+    """A last step also where nothing is left, counted or not."""
+
+    def attempt(
+        optimizer: torch.optim.Optimizer,
+        loss: Callable,
+        batches: Iterable[Any],
+        k: int,
+        max_norm: float,
+    ) -> int:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        batches = list(batches)
+
+        def step() -> None:
+            nn.utils.clip_grad_norm_(parameters, max_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=counted)
+
+        for i, batch in enumerate(batches):
+            (loss(batch) / min(k, len(batches) - i // k * k)).backward()
+            if (i + 1) % k == 0:
+                step()
+        step()
+        return len(batches) // k + 1 if counted else -(-len(batches) // k)
+
+    return attempt
+
+
+def _by_the_largest(
+    optimizer: torch.optim.Optimizer, loss: Callable, batches: Iterable[Any], k: int, most: float
+) -> int:
+    """Clips by the largest number of the gradient."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    batches, steps = list(batches), 0
+    for start in range(0, len(batches), k):
+        group = batches[start : start + k]
+        for batch in group:
+            (loss(batch) / len(group)).backward()
+        nn.utils.clip_grad_norm_(parameters, most, norm_type=float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return steps
+
+
 def _silent(*args: Any) -> None:
     _loop()(*args)
 
@@ -326,6 +371,24 @@ WRONG = {
         ),
     ),
     "accumulation/bug-hunt": (
+        Wrong(
+            "clipped by the largest",
+            _by_the_largest,
+            "clipping",
+            "by the Euclidean norm",
+        ),
+        Wrong(
+            "counts a step for no rest",
+            _one_for_the_rest(counted=True),
+            "every micro-batch counts",
+            "counts steps",
+        ),
+        Wrong(
+            "a step with gradients of 0",
+            _one_for_the_rest(counted=False),
+            "full steps",
+            "only if there is",
+        ),
         Wrong(
             "the published loop",
             _loop(clip_inside=True, tail="dropped", mean=False),

@@ -317,6 +317,43 @@ def _none_and_what_comes_next(checkpoint: Callable) -> bool:
     return outcomes[0] != outcomes[1]
 
 
+class _Overwriting(torch.autograd.Function):
+    """Takes the weights' gradients by autograd.grad, and writes them over what is there."""
+
+    @staticmethod
+    def forward(ctx, fn, x, anchor):
+        ctx.fn, ctx.state = fn, torch.get_rng_state()
+        ctx.save_for_backward(x)
+        return fn(x)
+
+    @staticmethod
+    def backward(ctx, slope):
+        x, weights = ctx.saved_tensors[0].detach().requires_grad_(), list(ctx.fn.parameters())
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.state)
+            y = ctx.fn(x)
+        of_x, *of_weights = torch.autograd.grad(y, [x, *weights], slope)
+        for weight, gradient in zip(weights, of_weights, strict=True):
+            weight.grad = gradient
+        return None, of_x, None
+
+
+def _overwrites(fn, x):
+    return _Overwriting.apply(fn, x, torch.empty(0, requires_grad=True))
+
+
+def _by_autograd_grad(checkpoint):
+    """Asks for all gradients at once, those of the weights among them."""
+    found = []
+    for call in (lambda fn, x: fn(x), checkpoint):
+        torch.manual_seed(3)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.5))
+        x = torch.randn(16, 8, requires_grad=True)
+        loss, leaves = call(net, x).square().sum(), [x, *net.parameters()]
+        found.append(torch.autograd.grad(loss, leaves, allow_unused=True))
+    return not all(y is not None and torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 WRONG = {
     "checkpointing/segments": (
         Wrong(
@@ -447,6 +484,7 @@ WRONG = {
         ),
     ),
     "checkpointing/checkpoint": (
+        Wrong("writes over gradients", _overwrites, "two in a row", "Gradients add up"),
         Wrong("keeps everything", _offloads_nothing, "bytes kept", "torch.no_grad()"),
         Wrong(
             "no gradient for the weights",
@@ -500,6 +538,12 @@ WRONG = {
         Wrong("computes it three times", _three_times, "evaluations", "worth a third"),
     ),
     "checkpointing/bug-hunt": (
+        Wrong(
+            "asks autograd.grad",
+            _by_autograd_grad,
+            "lets right ones pass",
+            "where torch.autograd.grad does not look",
+        ),
         Wrong(
             "no dropout",
             lambda c: exercises.differs(c, dropout=0.0, after=True),

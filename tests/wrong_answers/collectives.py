@@ -428,6 +428,42 @@ def _padded_ring(x, comm):
     return collectives.all_reduce_ring(padded, comm)[: len(x)]
 
 
+def _pass_by_parity(x, comm, *, buffer):
+    i, n = comm.rank, comm.size
+    out, right, left = buffer(x), (i + 1) % n, (i - 1) % n
+    if n == 1:
+        return x.clone()
+    for turn in (0, 1):
+        comm.send(x, right) if i % 2 == turn else comm.recv(out, left)
+    return out
+
+
+def _tree_of_rows(x, comm):
+    """Whoever is told has room for as many numbers as x has rows."""
+    i, n, width = comm.rank, comm.size, 1
+    y = x if i == 0 else torch.empty(len(x), dtype=x.dtype)
+    while width < n:
+        if i < width and i + width < n:
+            comm.send(y, i + width)
+        elif width <= i < 2 * width:
+            comm.recv(y, i - width)
+        width *= 2
+    return y
+
+
+def _tree(x, comm, *, root=lambda n: 0, keep=True, deaf=lambda rank, n: False):
+    """Doubling rounds from `root`; keep: what is received; deaf: a rank that never receives."""
+    n, width, y = comm.size, 1, x.clone()
+    rank = (comm.rank - root(n)) % n
+    while width < n:
+        if rank < width and rank + width < n:
+            comm.send(y, (comm.rank + width) % n)
+        elif width <= rank < 2 * width and not deaf(rank, n):
+            comm.recv(y if keep else torch.empty_like(x), (comm.rank - width) % n)
+        width *= 2
+    return y
+
+
 WRONG = {
     "collectives/ring-all-reduce": (
         Wrong(
@@ -507,6 +543,18 @@ WRONG = {
         Wrong("converts to fp32", _float32_inside, "dtypes", "dtype of x"),
     ),
     "collectives/ordered-sends": (
+        Wrong(
+            "a buffer of one dim",
+            partial(_pass_by_parity, buffer=lambda x: torch.empty(len(x), dtype=x.dtype)),
+            "values",
+            "torch.empty_like",
+        ),
+        Wrong(
+            "a buffer of fp64",
+            partial(_pass_by_parity, buffer=lambda x: torch.empty(x.shape, dtype=torch.float64)),
+            "values",
+            "torch.empty_like",
+        ),
         Wrong("everybody sends first", _shift_sends_first, "values", "let some receive first"),
         Wrong("one rank begins", _shift_chain, "steps", "a queue"),
         Wrong("one rank ends", _shift_last_receives_first, "steps", "a queue"),
@@ -520,6 +568,15 @@ WRONG = {
         Wrong("sends to itself", _shift_to_itself, "one rank", "1 rank"),
     ),
     "collectives/broadcast-tree": (
+        Wrong("from the last", partial(_tree, root=lambda n: n - 1), "values", "it only sends"),
+        Wrong("what came is lost", partial(_tree, keep=False), "values", "that you receive into"),
+        Wrong(
+            "the last of an odd number is deaf",
+            partial(_tree, deaf=lambda rank, n: n % 2 and rank == n - 1),
+            "any number of ranks",
+            "met by a receive",
+        ),
+        Wrong("a buffer of one dim", _tree_of_rows, "values", "torch.empty_like"),
         Wrong("comm.broadcast", lambda x, comm: comm.broadcast(x), "values", "yours to write"),
         Wrong("a star", collectives.broadcast_star, "steps", "Rank 0 sends to everybody"),
         Wrong("a heap", _tree_of_a_heap, "steps", "Some who have the tensor wait"),

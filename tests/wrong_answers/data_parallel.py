@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,32 @@ def _trainable_only(module: nn.Module, comm: world.Comm) -> None:
         if parameter.requires_grad:
             comm.broadcast(parameter, out=parameter)
             parameter.register_post_accumulate_grad_hook(average)
+
+
+def _never_waits(parameter: Tensor, comm: world.Comm) -> None:
+    parameter.grad /= comm.size
+    comm.all_reduce(parameter.grad, out=parameter.grad, async_op=True)
+
+
+def _divides_too_early(parameter: Tensor, comm: world.Comm) -> None:
+    comm.all_reduce(parameter.grad, out=parameter.grad, async_op=True)
+    parameter.grad /= comm.size
+
+
+def _thaws(module: nn.Module, comm: world.Comm) -> None:
+    """A hook needs a parameter that requires a gradient."""
+    for parameter in module.parameters():
+        parameter.requires_grad_(True)
+    _hooked(_MEAN)(module, comm)
+
+
+def _tensor_hook_that_writes(module: nn.Module, comm: world.Comm) -> None:
+    def write(gradient: Tensor, parameter: Tensor) -> None:
+        parameter.grad = comm.all_reduce(gradient) / comm.size
+
+    for parameter in module.parameters():
+        comm.broadcast(parameter, out=parameter)
+        parameter.register_hook(functools.partial(write, parameter=parameter))
 
 
 def _the_first_alone(module: nn.Module, comm: world.Comm) -> None:
@@ -65,6 +92,18 @@ def _reversed_in_turn(length: int, rank: int, size: int, epoch: int) -> list[int
 
 def _two_orders(length: int, rank: int, size: int, epoch: int) -> list[int]:
     return _deal()(length, rank, size, epoch % 2)
+
+
+def _remembers(draw: Callable[[int], list[int]]) -> Callable:
+    """What one process draws for an epoch it keeps; another process draws something else."""
+    orders: dict[tuple[int, int], list[int]] = {}
+
+    def attempt(length: int, rank: int, size: int, epoch: int) -> list[int]:
+        if (length, epoch) not in orders:
+            orders[length, epoch] = draw(length)
+        return (orders[length, epoch] * size)[: -(-length // size) * size][rank::size]
+
+    return attempt
 
 
 def _one_more(length: int, rank: int, size: int, epoch: int) -> list[int]:
@@ -322,6 +361,20 @@ WRONG = {
             "everything is seen",
             "The tail is dropped",
         ),
+        Wrong(
+            "a seed of epoch times rank",
+            lambda length, rank, size, epoch: _deal()(length, rank, size, epoch * rank),
+            "nobody works twice",
+            "must not depend on the rank",
+        ),
+        Wrong(
+            "drawn with replacement",
+            lambda length, rank, size, epoch: random.Random(epoch).choices(
+                range(length), k=-(-length // size) * size
+            )[rank::size],
+            "nobody works twice",
+            "a permutation has each once",
+        ),
         Wrong("unequal shares", _deal(pad=False), "equal shares", "gone home"),
         Wrong(
             "the same order in every epoch",
@@ -354,6 +407,24 @@ WRONG = {
             "a new order in every epoch",
             "one of your own",
         ),
+        Wrong(
+            "remembers what Python drew",
+            _remembers(lambda length: random.sample(range(length), length)),
+            "a new order in every epoch",
+            "in a process of its own",
+        ),
+        Wrong(
+            "remembers what NumPy drew",
+            _remembers(lambda length: np.random.permutation(length).tolist()),  # noqa: NPY002
+            "a new order in every epoch",
+            "in a process of its own",
+        ),
+        Wrong(
+            "remembers what torch drew",
+            _remembers(lambda length: torch.randperm(length).tolist()),
+            "a new order in every epoch",
+            "in a process of its own",
+        ),
         Wrong("example 0 fills up", _filled_with_0, "nobody works twice", "should be spread"),
         Wrong("one more than needed", _one_more, "nobody works twice", "where N divides it"),
         Wrong(
@@ -367,6 +438,25 @@ WRONG = {
     ),
     "data_parallel/hooks": (
         Wrong("frozen weights left alone", _trainable_only, "a frozen layer", "all the same"),
+        Wrong(
+            "never waits",
+            _hooked(_never_waits),
+            "the gradient of the whole batch",
+            "nobody has waited for 6 calls",
+        ),
+        Wrong(
+            "divides too early",
+            _hooked(_divides_too_early),
+            "the gradient of the whole batch",
+            "Wait before you read or write",
+        ),
+        Wrong("frozen weights thawed", _thaws, "a frozen layer", "frozen no more"),
+        Wrong(
+            "a tensor's hook that writes",
+            _tensor_hook_that_writes,
+            "the gradient of the whole batch",
+            "before autograd adds",
+        ),
         Wrong("a hook for each parameter", _hooked(_MEAN), "a frozen layer", "no hook for it"),
         Wrong(
             "a hook that returns a tensor",

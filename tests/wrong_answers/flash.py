@@ -3,12 +3,15 @@
 import functools
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from labutils import flash
 from labutils.teach.exercises import flash as exercises
 from wrong_answers import Wrong
+
+LOWEST = torch.finfo(torch.float64).min
 
 
 def _online_with(
@@ -346,8 +349,91 @@ def _one_too_far(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Te
     return flash.plain(q, k, v)
 
 
+def _arrays(blocks: exercises.Blocks) -> tuple[np.ndarray, float]:
+    """Collects what the blocks hold, copied into arrays."""
+    scores, values = zip(*((s.numpy().copy(), v.numpy().copy()) for s, v in blocks), strict=True)
+    scores, values = np.concatenate(scores), np.concatenate(values)
+    weights = np.exp(scores - scores.max())
+    return weights @ values / weights.sum(), scores.max() + np.log(weights.sum())
+
+
+def _a_state_for_each_place(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    """A maximum and a sum for the first key of every block, for the second, …: put together last."""
+    top = total = out = None
+    for scores, values in blocks:
+        if top is None:
+            top, total = torch.full_like(scores, LOWEST), torch.zeros_like(scores)
+            out = torch.zeros_like(values)
+        new = torch.maximum(top, scores)
+        total = total * (top - new).exp() + (scores - new).exp()
+        out = out * (top - new).exp()[:, None] + (scores - new).exp()[:, None] * values
+        top = new
+    factor = (top - top.max()).exp()
+    return factor @ out / (factor @ total), top.max() + (factor @ total).log()
+
+
+def _three_wide(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    """The values of the first tests were three wide."""
+    top = torch.tensor(LOWEST, dtype=torch.float64)
+    total, out = torch.zeros((), dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for scores, values in blocks:
+        new = torch.maximum(top, scores.max())
+        factor, weights = (top - new).exp(), (scores - new).exp()
+        total, out, top = total * factor + weights.sum(), out * factor + weights @ values, new
+    return out / total, top + total.log()
+
+
+def _numbers_of_each(blocks: exercises.Blocks) -> tuple[list[float], float]:
+    """A maximum, a sum and an output for each block, as numbers, put together in the end."""
+    parts = []
+    for scores, values in blocks:
+        top = max(scores.max().item(), -1e300)
+        weights = (scores - top).exp()
+        parts.append((top, weights.sum().item(), (weights @ values).tolist()))
+    top = max(part[0] for part in parts)
+    total = sum(math.exp(at - top) * each for at, each, _ in parts)
+    width = range(len(parts[0][2]))
+    out = [sum(math.exp(at - top) * o[i] for at, _, o in parts) / total for i in width]
+    return out, top + math.log(total)
+
+
+def _two_branches(
+    o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor
+) -> tuple[Tensor, Tensor]:
+    """torch.where takes the branch that does not overflow; the other one has a gradient."""
+    dead = torch.isneginf(lse1) & torch.isneginf(lse2)
+    a, b = lse1.masked_fill(dead, 0), lse2.masked_fill(dead, 0)
+    lse = torch.where(a > b, a + (b - a).exp().log1p(), b + (a - b).exp().log1p())
+    out = (a - lse).exp()[..., None] * o1 + (b - lse).exp()[..., None] * o2
+    return out, lse.masked_fill(dead, -math.inf)
+
+
+def _first_sequence(q, k, v, *, causal, block_q, block_k):
+    """One sequence of the batch."""
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+    how = dict(causal=causal, block_q=block_q, block_k=block_k)
+    for head in range(q.shape[1]):
+        one = (slice(0, 1), slice(head, head + 1))
+        out[one], lse[one] = flash.attention(q[one], k[one], v[one], **how)
+    return out, lse
+
+
+def _no_key_for_the_first(q, k, v, *, causal, block_q, block_k):
+    """Queries that come before every key are left out, with a mask or without."""
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+    at = slice(max(0, q.shape[2] - k.shape[2]), None)
+    out[:, :, at], lse[:, :, at] = flash.attention(
+        q[:, :, at], k, v, causal=causal, block_q=block_q, block_k=block_k
+    )
+    return out, lse
+
+
 WRONG = {
     "flash/online-softmax": (
+        Wrong("a state for each place", _a_state_for_each_place, "blocks of any size", "may change"),
+        Wrong("three wide", _three_wide, "blocks of any size", "as wide as the values"),
+        Wrong("copies in arrays", _arrays, "blocks are forgotten", "What is no tensor"),
+        Wrong("numbers of each block", _numbers_of_each, "blocks are forgotten", "no tensor"),
         Wrong("in float32", _in_float32, "the maximum comes first", "float32 on the way"),
         Wrong(
             "mean of the blocks' outputs",
@@ -406,6 +492,7 @@ WRONG = {
         Wrong("keeps the scores", _keeps_scores, "blocks are forgotten", "the block itself"),
     ),
     "flash/merge": (
+        Wrong("two branches", _two_branches, "gradients", "in no branch"),
         Wrong("in float32", _shares_in_float32, "outputs", "float32 on the way"),
         Wrong("average", _average, "outputs", "do not weigh the same"),
         Wrong("sum", _sum, "outputs", "twice too much"),
@@ -428,6 +515,8 @@ WRONG = {
         Wrong("the lowest number", _lowest, "parts without keys", "0 and −inf"),
     ),
     "flash/causal-hunt": (
+        Wrong("one sequence", _first_sequence, "as many queries as keys", "each sequence"),
+        Wrong("no key for the first", _no_key_for_the_first, "without a mask", "sees every key"),
         Wrong(
             "NaN from a row that one tile masks",
             _blind_rows_of_tiles,

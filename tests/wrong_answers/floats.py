@@ -92,6 +92,18 @@ def _specials_of_e4m3(fmt: FloatFormat, x: float) -> int:
     return 2 ** (fmt.bits - 1) - 1 if beyond else fmt.encode(x)
 
 
+def _one_above_max(fmt: FloatFormat, x: float) -> int:
+    """The code above the largest number's is taken for inf or NaN, whoever has neither."""
+    top, negative = fmt.encode(fmt.max), math.copysign(1, x) < 0
+    over = abs(fmt.round(x)) == fmt.max and abs(x) > 1.5 * fmt.max
+    return (top + 1 | negative << fmt.bits - 1) if over else fmt.encode(x)
+
+
+def _zero_above_max(fmt: FloatFormat, x: float) -> int:
+    """No code is left, so none is given."""
+    return 0 if fmt.nan == "none" and abs(x) > fmt.max else fmt.encode(x)
+
+
 def _wide_at_first(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """A tree whose first levels are rounded to fp32 alone."""
     while len(x) > 8:
@@ -202,6 +214,8 @@ WRONG = {
         ),
     ),
     "floats/encode": (
+        Wrong("the code above max", _one_above_max, "nothing above max", "what overflows is max"),
+        Wrong("0 where nothing is above max", _zero_above_max, "nothing above max", "is max"),
         Wrong(
             "the sign of x < 0, so none for -0.0",
             lambda fmt, x: fmt.encode(x) if x else fmt.encode(0.0),

@@ -57,6 +57,18 @@ def _all_that_stays_first(gpu: memory.Allocator) -> None:
 WRONG = {
     "memory/count-parameters": (
         Wrong(
+            "three biases of h",
+            _count(lambda m: 2 * (m.bias == "qkv") * (m.num_heads - m.num_kv_heads) * m.d_head * m.num_layers),
+            "Qwen2 0.5B, tied",
+            "as long as what it is added to",
+        ),
+        Wrong(
+            "the frequencies of RoPE",
+            _count(lambda m: m.d_head // 2),
+            "Llama 2 7B",
+            "computed, not learned",
+        ),
+        Wrong(
             "as many key–value heads as heads",
             _count(
                 lambda m: 2 * m.d_model * (m.num_heads - m.num_kv_heads) * m.d_head * m.num_layers
@@ -211,6 +223,14 @@ WRONG = {
         ),
     ),
     "memory/bug-hunt-peak": (
+        Wrong(
+            "in GB",
+            lambda *asked: (lambda phase, nbytes: (phase, nbytes / 1e9))(
+                *exercises.fullest_moment(*asked)
+            ),
+            "one sequence, fused",
+            "Bytes are asked for",
+        ),
         Wrong(
             "everything at once",
             lambda p, act, logits, how: ("forward", 16 * p + act),

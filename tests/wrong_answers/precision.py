@@ -238,6 +238,24 @@ def _forgets_the_rest(weights: Tensor, gradients: Sequence[Tensor], lr: float) -
     return weights
 
 
+def _as_long_as_max_norm(
+    loss: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler,
+    max_norm: float,
+) -> None:
+    """Makes the gradient as long as it may be."""
+    optimizer.zero_grad()
+    scaler.scale(loss()).backward()
+    scaler.unscale_(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.cat([p.grad.flatten() for p in parameters]).norm()
+    for parameter in parameters:
+        parameter.grad.mul_(max_norm / norm)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 WRONG = {
     "precision/master-weights": (
         Wrong("stepped in half", _in_half, "short steps add up", "rounded away"),
@@ -290,6 +308,9 @@ WRONG = {
         ),
     ),
     "precision/bug-hunt": (
+        Wrong(
+            "as long as max_norm", _as_long_as_max_norm, "a plain step", "a factor of at most 1"
+        ),
         Wrong(
             "clipped before unscaling",
             _bugged(unscale="after"),

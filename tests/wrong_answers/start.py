@@ -184,6 +184,12 @@ WRONG = {
     ),
     "start/bug-hunt-state-bytes": (
         Wrong(
+            "walks over modules, a float",
+            lambda model, optimizer: float(tied_twice(model, optimizer)),
+            "another model",
+            "how often does your count meet it",
+        ),
+        Wrong(
             "walks over modules", tied_twice, "another model", "how often does your count meet it"
         ),
         Wrong(

@@ -104,7 +104,11 @@ def _compare(attempt: Callable, lengths: Sequence[int], hint: str) -> None:
 
 
 def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    """A float of whatever one number is kept in; the value itself if it is none."""
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError):
+        return value
 
 
 def _equal(attempt: Callable) -> str:
@@ -360,12 +364,26 @@ def _trained(
     net = _Words()
     groups = [{"params": list(part.parameters())} for part in net.children()]
     optimizer, loss = torch.optim.SGD(groups, lr=1.0), _Counted(net.loss)
+    steps = 0
+
+    def count_step(*_: Any) -> None:
+        nonlocal steps
+        steps += any(p.grad is not None for group in groups for p in group["params"])
+
+    optimizer.register_step_pre_hook(count_step)
     taken = [attempt(optimizer, loss, iter(_data([8] * count)), k, max_norm) for _ in range(epochs)]
     if loss.calls < count * epochs:
         raise Failed(
             f"{count} micro-batches, {k} to a step: the loss was computed "
             f"{loss.calls / epochs:g} times",
             "Every micro-batch goes forward and backward once, the last ones too.",
+        )
+    if count % k == 0 and steps == epochs * (count // k + 1):
+        raise Failed(
+            f"{count} micro-batches, {k} to a step: the optimizer stepped {steps / epochs:g} times",
+            "Nothing is left after the last full step. One more, with gradients of 0, moves the "
+            "weights where there is momentum or weight decay: step for a rest only if there is "
+            "one.",
         )
     return taken[-1], torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 
@@ -422,7 +440,7 @@ def _full(attempt: Callable) -> str:
 
 
 def _all_used(attempt: Callable) -> str:
-    for count, k in ((5, 4), (7, 3), (2, 4)):
+    for count, k in ((5, 4), (7, 3), (2, 4), (8, 4)):
         taken, _ = _trained(attempt, count, k, 1e9)
         if taken is None:
             raise Failed("you returned None", "Return the number of optimizer steps.")
@@ -435,6 +453,8 @@ def _all_used(attempt: Callable) -> str:
                 if taken == count // k
                 else "A step needs a new gradient, and a number to return that counts steps.",
             )
+        if count % k == 0:
+            continue
         hint = (
             f"The last step has {count % k} micro-batch{'es' * (count % k > 1)}, not {k}: "
             "their mean has another denominator."
@@ -453,7 +473,8 @@ def _clips(attempt: Callable) -> str:
         raise Failed(
             f"4 micro-batches, 4 to a step, clipped to {_NORM}: the gradient has the right "
             f"direction and {ratio:.3g} times the length",
-            "Clip once, after the last micro-batch, and clip the mean of the step, not a sum.",
+            "Clip once, after the last micro-batch: the mean of the step, not a sum, by the "
+            "Euclidean norm of all parameters together.",
         )
     _same(
         attempt,

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -53,6 +54,14 @@ _ILLEGAL = {  # by the reason's name, what it usually means
 }
 
 
+def _whole(at: Any) -> Any:
+    """The int that a stage's number is, whatever it is kept in; the value itself if it is none."""
+    try:
+        return operator.index(at)
+    except TypeError:
+        return at
+
+
 def _plan(attempt: Callable, n: int, k: int) -> Reversal:
     made = attempt(n, k)
     if isinstance(made, Reversal):
@@ -65,7 +74,7 @@ def _plan(attempt: Callable, n: int, k: int) -> Reversal:
             "Return a list of pairs, such as [('record', 0), ('backward', 0)].",
         )
     try:
-        return Reversal(n, tuple(Step(*step) for step in steps))
+        return Reversal(n, tuple(Step(op, _whole(at)) for op, at in steps))
     except (TypeError, ValueError) as error:
         why = _ILLEGAL.get(getattr(error.args[0], "name", ""), _ON_PAPER)
         raise Failed(f"n = {n}, k = {k}: {error}", why) from None
@@ -475,9 +484,12 @@ def _chained(attempt: Callable, told: str, places: tuple[int, ...]) -> None:
             raise Failed(
                 f"{told}: the gradient of {'x' if k == 0 else 'a weight'} is "
                 f"{'missing' if mine is None else 'wrong'}",
-                "Both regions wait for the backward pass at the same time. What one of them keeps "
-                "belongs to that call, in ctx or in a closure, and not to a variable that the next "
-                "call overwrites.",
+                "Gradients add up: a weight that is used twice, or in two micro-batches, gets the "
+                "sum. torch.autograd.backward adds to .grad; neither overwrite nor clear it."
+                if k and mine is not None
+                else "Both regions wait for the backward pass at the same time. What one of them "
+                "keeps belongs to that call, in ctx or in a closure, and not to a variable that "
+                "the next call overwrites.",
             )
 
 
@@ -570,7 +582,11 @@ def textbook(
 
     def checkpoint(fn: Callable, x: Tensor) -> Tensor:
         anchor = [torch.empty(0, requires_grad=True)] * anchored
-        return Recomputed.apply(fn, replay, through, x, *anchor)
+        if x.is_floating_point():
+            return Recomputed.apply(fn, replay, through, x, *anchor)
+        # Tokens have no gradient: 0 goes the way of x.
+        zero = torch.zeros(())
+        return Recomputed.apply(lambda zero: fn(x) + zero, replay, through, zero, *anchor)
 
     return checkpoint
 
@@ -658,7 +674,10 @@ def _innocent(attempt: Callable) -> str:
             raise Failed(
                 f"your test calls {name} checkpoint broken, and it is right",
                 "Set the seed before the plain step and again before the checkpointed one, "
-                "and compare equal things: gradients, or what comes after.",
+                "and compare equal things: gradients, or what comes after."
+                + " Take them by backward(): an autograd.Function does not see the weights, and "
+                "leaves their gradients in .grad, where torch.autograd.grad does not look."
+                * (name == "the textbook"),
             )
     return "3 right implementations pass"
 

@@ -17,14 +17,18 @@ _CIRCLE = (
     "A send returns when the other side receives. If all ranks send first, nobody is left to "
     "receive: let some receive first, or use send_recv."
 )
-_SIZES = (
+_BUFFER = (
     "What one side sends the other must receive at that point, in the same size and dtype: "
-    "torch.empty_like makes such a buffer. Pieces may differ by one element: take the sizes from "
-    "collectives.shares(n, N)."
+    "torch.empty_like makes such a buffer."
+)
+_SIZES = (
+    f"{_BUFFER} Pieces may differ by one element: take the sizes from collectives.shares(n, N)."
 )
 
 
-def _run(attempt: Callable, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _run(
+    attempt: Callable, inputs: list[Tensor], mismatch: str = _BUFFER
+) -> tuple[list[Tensor], list[Tensor]]:
     """What the attempt returned on every rank, and what became of its inputs."""
 
     def program(rank):
@@ -33,7 +37,7 @@ def _run(attempt: Callable, inputs: list[Tensor]) -> tuple[list[Tensor], list[Te
 
     n, length = len(inputs), inputs[0].numel()
     case = f"{_ranks.count(n)}, {length} element{'s' * (length != 1)}"
-    pairs = _ranks.run(n, case, program, _CIRCLE, mismatch=_SIZES)
+    pairs = _ranks.run(n, case, program, _CIRCLE, mismatch=mismatch)
     results = [result for result, _ in pairs]
     for rank, result in enumerate(results):
         wanted = tuple(inputs[rank].shape)
@@ -50,6 +54,11 @@ def _run(attempt: Callable, inputs: list[Tensor]) -> tuple[list[Tensor], list[Te
 def _numbers(n: int, length: int) -> list[Tensor]:
     """A tensor for each rank, different in every place, with sums that are exact."""
     return [((torch.arange(length) * 7 + 3) % 11 + 13 * rank).double() for rank in range(n)]
+
+
+def _table(n: int) -> list[Tensor]:
+    """For each rank whole numbers in two rows: neither one dim nor a type that may be guessed."""
+    return [numbers.long().view(2, 3) for numbers in _numbers(n, 6)]
 
 
 def _untouched(before: list[Tensor], after: list[Tensor]) -> None:
@@ -154,13 +163,12 @@ def _sums(attempt: Callable, n: int, length: int, more: str = "") -> None:
 
 
 def _summed(attempt: Callable, n: int, length: int) -> None:
-    marked, _ = _run(
-        attempt, [torch.full((length,), 100**rank, dtype=torch.float64) for rank in range(n)]
-    )
+    marks = [torch.full((length,), 100**rank, dtype=torch.float64) for rank in range(n)]
+    marked, _ = _run(attempt, marks, _SIZES)
     _diagnose(n, length, marked)
     _by_hand(n, "comm.send_recv passes one piece to the right and takes one from the left.")
     inputs = _numbers(n, length)
-    results, after = _run(attempt, inputs)
+    results, after = _run(attempt, inputs, _SIZES)
     for rank, result in enumerate(results):
         if not torch.equal(result, sum(inputs[1:], inputs[0])):
             raise Failed(
@@ -224,7 +232,7 @@ def _ring_bytes(attempt: Callable) -> str:
     neighbors = 1
     for n, length in ((8, 512), (3, 64), (4, 10)):
         inputs = _numbers(n, length)
-        _run(attempt, inputs)
+        _run(attempt, inputs, _SIZES)
         S, sent = inputs[0].nbytes, _ranks.world_of(n).ledger.by("rank")
         ring = collectives.sent("all_reduce_ring", nbytes=S, n=n, itemsize=8)
         # Which of two uneven pieces a rank leaves out is a matter of taste; the total is not.
@@ -254,7 +262,7 @@ def _ring_edges(attempt: Callable) -> str:
 def _ring_dtypes(attempt: Callable) -> str:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         inputs = [torch.full((6,), rank + 1, dtype=dtype) for rank in range(3)]
-        results, _ = _run(attempt, inputs)
+        results, _ = _run(attempt, inputs, _SIZES)
         sent, ring = _ranks.world_of(3).ledger.total, 4 * inputs[0].nbytes
         if sent > ring:
             raise Failed(
@@ -295,9 +303,10 @@ RING = Exercise(
 
 
 def _shift_values(attempt: Callable) -> str:
-    cases = list(itertools.product((2, 3, 4, 5), (1, 6)))
-    for n, length in cases:
-        inputs = _numbers(n, length)
+    cases = [_numbers(n, length) for n, length in itertools.product((2, 3, 4, 5), (1, 6))]
+    cases.append(_table(3))
+    for inputs in cases:
+        n = len(inputs)
         results, after = _run(attempt, inputs)
         for rank, result in enumerate(results):
             if torch.equal(result, inputs[(rank + 1) % n]) and n > 2:
@@ -381,18 +390,31 @@ SHIFT = Exercise(
 # ── a tree ───────────────────────────────────────────────────────────────────────────────────────
 
 
+def _why_not_told(rank: int, told: bool, own: bool) -> str:
+    """Why a rank does not have the tensor; `own`: it returns its own in place of it."""
+    if not rank:
+        return "Rank 0 has the tensor from the beginning: it only sends."
+    if not told:
+        return "Nobody sends to it: is a round missing? There are ⌈log₂ N⌉ of them."
+    if own:
+        return "A tensor came, and it returns its own: return the one that you receive into."
+    return "A rank can pass on only what it has received: receive first, then send."
+
+
 def _tree_values(attempt: Callable, sizes: tuple[int, ...]) -> str:
-    for n in sizes:
-        inputs = _numbers(n, 5)
+    for inputs in [_numbers(n, 5) for n in sizes] + [_table(sizes[1])]:
+        n = len(inputs)
         try:
             results, after = _run(attempt, inputs)
         except Failed as failure:
             if n & (n - 1):
-                raise Failed(
-                    str(failure),
-                    f"{n} is not a power of two: some ranks have nobody to pass it on to. "
-                    "Send only to ranks that exist.",
-                ) from None
+                apart = isinstance(failure.__context__, (world.DeadlockError, world.MismatchError))
+                why = (
+                    f"is each send met by a receive there? {failure.hint}"
+                    if apart
+                    else "some ranks have nobody to pass it on to. Send only to ranks that exist."
+                )
+                raise Failed(str(failure), f"{n} is not a power of two: {why}") from None
             raise
         _by_hand(n, "comm.send and comm.recv, one rank to another.")
         for rank, result in enumerate(results):
@@ -401,9 +423,7 @@ def _tree_values(attempt: Callable, sizes: tuple[int, ...]) -> str:
                 told = rank in {event.to for event in events if event.sent}
                 raise Failed(
                     f"{n} ranks: rank {rank} does not hold rank 0's tensor",
-                    "A rank can pass on only what it has received: receive first, then send."
-                    if told
-                    else "Nobody sends to it: is a round missing? There are ⌈log₂ N⌉ of them.",
+                    _why_not_told(rank, told, torch.equal(result, inputs[rank])),
                 )
         _untouched(inputs, after)
     return f"N = {', '.join(map(str, sizes))}"
@@ -452,7 +472,8 @@ TREE = Exercise(
 
 def _whole_tensors_twice(x, comm):
     """The published one: a round of whole tensors that adds up, and one that hands results on."""
-    n, i, total, travelling = comm.size, comm.rank, x.clone(), x.clone()
+    n, i, x = comm.size, comm.rank, x.contiguous()
+    total, travelling = x.clone(), x.clone()
     for _ in range(n - 1):
         travelling = comm.send_recv(travelling, (i + 1) % n, torch.empty_like(x), (i - 1) % n)
         total += travelling
@@ -472,18 +493,22 @@ def _only_rank_0(x, comm):
 
 def _drops_the_rest(x, comm):
     """Cuts pieces of n // N elements and forgets what is left over."""
-    size = len(x) // comm.size * comm.size
-    return torch.cat([collectives.all_reduce_ring(x[:size], comm), x[size:]])
+    flat = x.flatten()
+    size = len(flat) // comm.size * comm.size
+    whole = torch.cat([collectives.all_reduce_ring(flat[:size], comm), flat[size:]])
+    return whole.view(x.shape)
 
 
 def _in_place(x, comm):
-    return collectives.all_reduce_ring(x, comm, out=x).clone()
+    return x.detach().copy_(collectives.all_reduce_ring(x, comm)).clone()
 
 
 def _another_last_bit(x, comm):
     """Each rank's own piece ends in another bit, unless it holds whole numbers."""
     whole = collectives.all_reduce_ring(x, comm)
-    mine = whole.split(collectives.shares(len(x), comm.size))[comm.rank]
+    if not x.is_floating_point():
+        return whole
+    mine = whole.view(-1).split(collectives.shares(x.numel(), comm.size))[comm.rank]
     nudged = torch.nextafter(mine, torch.full_like(mine, math.inf))
     mine.copy_(torch.where(mine == mine.round(), mine, nudged))
     return whole
@@ -499,14 +524,16 @@ def _through_the_last(x, comm):
 def _last_differs(x, comm):
     """The ring, and the last rank rounds one number of its own up."""
     whole = collectives.all_reduce_ring(x, comm)
-    if comm.rank == comm.size - 1 and len(whole) and whole[0] != whole[0].round():
-        whole[0] = torch.nextafter(whole[0], torch.full_like(whole[0], math.inf))
+    if comm.rank == comm.size - 1 and x.numel() and x.is_floating_point():
+        first = whole.view(-1)[:1]
+        if (first != first.round()).all():
+            first.copy_(torch.nextafter(first, torch.full_like(first, math.inf)))
     return whole
 
 
 def _gathers_all(x, comm):
     """Everybody gets all tensors and adds them in the same order."""
-    return collectives.all_gather_ring(x, comm).view(comm.size, -1).sum(0)
+    return collectives.all_gather_ring(x.flatten(), comm).view(comm.size, *x.shape).sum(0)
 
 
 def _no_messages(x, comm):

@@ -4,10 +4,12 @@ import collections
 import functools
 import itertools
 import operator
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,6 +57,12 @@ def _repeated(parts: list[list[int]], length: int) -> tuple[str, str] | None:
             f"{dealt.total()} examples are dealt out, {length + spare} are enough",
             "Each rank needs ⌈length / N⌉ of them: length / N where N divides it.",
         )
+    if repeated > spare and any(len(set(part)) < len(part) <= length for part in parts):
+        return (
+            f"{repeated} examples come twice or more often, some of them to one rank",
+            "Drawn at random, an example may come again and another one never. Shuffle: a "
+            "permutation has each once.",
+        )
     if repeated > spare:
         return (
             f"{repeated} examples come twice or more often, at most {spare} must",
@@ -94,9 +102,10 @@ def _unequal(parts: list[list[int]], length: int) -> tuple[str, str] | None:
 
 
 def _dealt_without(attempt: Callable, fault: Callable) -> str:
-    for length, size in _DEALS:
-        if found := fault(_dealt(attempt, length, size), length):
-            raise Failed(f"{_examples(length)} on {_ranks.count(size)}: {found[0]}", found[1])
+    for (length, size), epoch in itertools.product(_DEALS, (0, 3)):
+        if found := fault(_dealt(attempt, length, size, epoch), length):
+            case = f"{_examples(length)} on {_ranks.count(size)}" + ", epoch 3" * bool(epoch)
+            raise Failed(f"{case}: {found[0]}", found[1])
     return f"{len(_DEALS)} cases"
 
 
@@ -112,14 +121,69 @@ def _still_together(parts: list[list[int]]) -> float:
     return sum(abs(before - after) == 1 for before, after in pairs) / len(pairs)
 
 
+def _global_draws() -> dict[str, tuple[Any, Any]]:
+    """Of each generator from which everybody draws: what its seed made, and how far it has come."""
+    python = random.getstate()[1]
+    numpys: Any = np.random.get_state()  # noqa: NPY002
+    return {
+        "torch's generator": (torch.initial_seed(), torch.get_rng_state().tolist()),
+        "the generator of random": (python[:-1], python[-1]),
+        "the generator of numpy.random": (numpys[1].tolist(), numpys[2]),
+    }
+
+
+@contextmanager
+def _seeded_by_the_check() -> Iterator[None]:
+    """Seeds that no attempt takes; afterwards Python's and NumPy's generators are as they were.
+
+    Each has drawn once: it makes its numbers in blocks, and the first lies behind.
+    """
+    python, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
+    for seed, draw in (
+        (random.seed, random.random),
+        (np.random.seed, np.random.random),
+        (torch.manual_seed, lambda: torch.rand(1)),
+    ):
+        seed(748_159_263)
+        draw()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpys)  # noqa: NPY002
+
+
 def _shuffled(attempt: Callable) -> str:
+    with _seeded_by_the_check():
+        return _anew_in_every_epoch(attempt)
+
+
+def _no_draw_remembered(case: str, draws: list[dict[str, tuple[Any, Any]]]) -> None:
+    """Raise Failed where calls drew what nothing had seeded, and a call like them drew nothing.
+
+    draws: before the calls, after them, and after the other one
+    """
+    for name in draws[0]:
+        (key, before), (same, after), later = (drawn[name] for drawn in draws)
+        if key == same and before != after and later == (same, after):
+            raise Failed(
+                f"{case}: the order is drawn from {name}, and nothing in the call has seeded it",
+                "Every rank makes this call in a process of its own, where that generator is at "
+                "another place, also if you remember what it drew: each rank would cut another "
+                "order. Take a generator of your own, seeded by the epoch.",
+            )
+
+
+def _anew_in_every_epoch(attempt: Callable) -> str:
     length, size = 64, 4
-    case, drawn = f"{length} examples on {size} ranks", torch.get_rng_state()
+    case, draws = f"{length} examples on {size} ranks", [_global_draws()]
     epochs = [_dealt(attempt, length, size, epoch) for epoch in range(5)]
     first, second, *_ = epochs
-    seeded = not torch.equal(torch.get_rng_state(), drawn)
-    torch.set_rng_state(drawn)
-    if first != _dealt(attempt, length, size, 0):
+    draws.append(_global_draws())
+    again = _dealt(attempt, length, size, 0)
+    draws.append(_global_draws())
+    _no_draw_remembered(case, draws)
+    if first != again:
         raise Failed(
             f"{case}: two calls for epoch 0 differ",
             "Every rank makes this call in a process of its own, so it must come out alike: "
@@ -138,6 +202,22 @@ def _shuffled(attempt: Callable) -> str:
             "in another order",
             "Who works with whom should change too: shuffle all examples first, then cut.",
         )
+    _well_mixed(case, epochs)
+    if draws[0]["torch's generator"][0] != draws[1]["torch's generator"][0]:
+        raise Failed(
+            f"{case}: the call has seeded the generator from which everybody draws",
+            "All ranks seed it alike, and their dropout then drops the same units. Take one of "
+            "your own, torch.Generator().manual_seed(epoch).",
+        )
+    return "epochs differ, calls agree"
+
+
+def _well_mixed(case: str, epochs: list[list[list[int]]]) -> None:
+    """Raise Failed where examples stay with their neighbors, in an epoch or from one to the next.
+
+    epochs: the examples of each rank, for each epoch
+    """
+    first, length = epochs[0], sum(map(len, epochs[0]))
     if any(part == sorted(part) for part in first):
         raise Failed(f"{case}: not shuffled", "Shuffle before you cut.")
     if _still_together(first) > 0.5:
@@ -152,13 +232,6 @@ def _shuffled(attempt: Callable) -> str:
                 f"{case}: epoch {k} has the order of epoch {i}, begun at another place or reversed",
                 "A rotation is no new order: the same examples meet again. Shuffle in every epoch.",
             )
-    if seeded:
-        raise Failed(
-            f"{case}: the call has seeded the generator from which everybody draws",
-            "All ranks seed it alike, and their dropout then drops the same units. Take one of "
-            "your own, torch.Generator().manual_seed(epoch).",
-        )
-    return "epochs differ, calls agree"
 
 
 SAMPLER = Exercise(
@@ -278,6 +351,11 @@ def _weights(net: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
 
 
+def _called(made: Any, module: nn.Module) -> Any:
+    """The wrapper that an attempt made, or the module where it returned none, or handles."""
+    return made if callable(made) or hasattr(made, "no_sync") else module
+
+
 class _Seen:
     """What came of an attempt on every rank: weights before and after, gradients, the books.
 
@@ -303,18 +381,19 @@ class _Seen:
         def program(rank: world.Rank) -> tuple:
             comm = rank.comm("dp")
             module = _Net(rank.rank, comm, reordered)
-            made = attempt(module, comm)
-            net: Any = module if made is None else made
+            net = _called(attempt(module, comm), module)
             if interrupted:
                 with suppress(KeyboardInterrupt), net.no_sync():
                     raise KeyboardInterrupt
-            start, steps = _weights(module), []
+            start, steps = _weights(module), list[dict[str, Tensor | None]]()
             for step in range(self.steps):
                 module.zero_grad()
                 for k in range(self.micro):
                     last = k + 1 == self.micro
                     with nullcontext() if last else net.no_sync():
                         (_loss(net, _rows(n, step * micro + k)[rank.rank]) / micro).backward()
+                    if under_way := len(rank._pending):
+                        return start, steps, under_way
                 steps.append(_gradients(module))
             return start, steps, _weights(module)
 
@@ -325,11 +404,22 @@ class _Seen:
                 raise Failed(str(failure), _RETURNS) from None
             raise
         self.start, self.gradients, self.end = (list(side) for side in zip(*results, strict=True))
+        self._all_waited_for()
         # In program order; "mark" stands where a backward pass comes to the first layer.
         self.sent = [
             [(event.op, event.sent) for event in events if event.to is not None]
             for events in _ranks.world_of(n).trace.ranks
         ]
+
+    def _all_waited_for(self) -> None:
+        """Raise Failed where a rank's weights at the end are a number: that of calls under way."""
+        if late := max((end for end in self.end if isinstance(end, int)), default=0):
+            raise Failed(
+                f"{self.case}: the backward pass is over, and nobody has waited for {late} "
+                f"call{'s' * (late > 1)} of yours",
+                "With async_op=True you get a Work, and the result is there when its wait() comes "
+                "back. Wait before you read or write the tensor, and before backward() is over.",
+            )
 
     @property
     def busiest(self) -> int:
@@ -501,6 +591,13 @@ def _what_else(name: str, found: Tensor, right: Tensor, each: Tensor) -> tuple[s
             f"{name} holds the largest of all ranks' gradients, number for number",
             'The mean is a sum, divided: all_reduce without "max".',
         )
+    if len(each) == 1 and _near(found, 2 * right, rtol=1e-6, atol=1e-12):
+        return (
+            f"the gradient of {name} is there twice",
+            "One rank has nothing to add up. A hook of register_hook runs before autograd adds "
+            "the gradient to .grad: what you write there stays under it. Return the mean, or take "
+            "register_post_accumulate_grad_hook.",
+        )
     factor = ((found * right).sum() / right.square().sum()).item()
     if factor and _near(found, factor * right, rtol=1e-6, atol=1e-12):
         return (
@@ -563,8 +660,8 @@ def _frozen(attempt: Callable) -> str:
     def program(rank: world.Rank) -> tuple:
         module = _Net(rank.rank, rank.comm("dp"))
         module.first.requires_grad_(False)
-        net = attempt(module, rank.comm("dp"))
-        _loss(module if net is None else net, _rows(2, 0)[rank.rank]).backward()
+        made = attempt(module, rank.comm("dp"))
+        _loss(_called(made, module), _rows(2, 0)[rank.rank]).backward()
         return _weights(module), _gradients(module)
 
     hint = "A frozen parameter gets no gradient: no hook for it, and rank 0's weights all the same."
@@ -572,6 +669,12 @@ def _frozen(attempt: Callable) -> str:
         (first, _), (second, gradients) = _ranks.run(2, case, program, _SAME_CALLS)
     except Failed as failure:
         raise Failed(str(failure), hint) from None
+    for name, gradient in gradients.items():
+        if name.startswith("first") and gradient is not None and gradient.any():
+            raise Failed(
+                f"{case}: {name} has a gradient",
+                "It is frozen no more, and an optimizer would change it. " + hint,
+            )
     for name, weight in second.items():
         if not torch.equal(weight, first[name]):
             raise Failed(f"{case}: {name} on rank 1 is not rank 0's", hint)

@@ -1,6 +1,8 @@
 """A softmax that is never complete, two halves of the keys, a mask that is right on squares."""
 
+import gc
 import math
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -55,8 +57,8 @@ def _pair(found: Any, what: str) -> tuple[Tensor, Tensor]:
 # Online softmax
 
 
-def _cut(scores: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    values = _noise(len(scores), 3, seed=1)
+def _cut(scores: Tensor, size: int, width: int = 3) -> Iterator[tuple[Tensor, Tensor]]:
+    values = _noise(len(scores), width, seed=1)
     return zip(scores.split(size), values.split(size), strict=True)
 
 
@@ -65,10 +67,11 @@ def _online(
     cases: dict[str, tuple[Tensor, int]],
     hint: Callable[[Tensor], str] | str,
     part: int = 0,
+    width: int = 3,
 ) -> str:
     for name, (scores, size) in cases.items():
         found = _pair(
-            attempt((s.clone(), v.clone()) for s, v in _cut(scores, size)),
+            attempt((s.clone(), v.clone()) for s, v in _cut(scores, size, width)),
             "the output and the log-sum-exp",
         )
         if found[0].dim() < found[1].dim():
@@ -77,7 +80,8 @@ def _online(
                 "The output, as wide as the values, comes first; the log-sum-exp second.",
             )
         mine = found[part]
-        exact = (scores.softmax(0) @ _noise(len(scores), 3, seed=1), scores.logsumexp(0))[part]
+        values = _noise(len(scores), width, seed=1)
+        exact = (scores.softmax(0) @ values, scores.logsumexp(0))[part]
         if _far(mine, exact) > 1e-9:
             why = hint if isinstance(hint, str) else hint(mine)
             raise Failed(
@@ -199,15 +203,49 @@ def _lse(attempt: Online) -> str:
     return _online(attempt, {"six scores in blocks of 2": (scores, 2)}, hint, part=1)
 
 
-def _most_held(attempt: Online, count: int) -> int:
-    """Bytes at the fullest moment while the attempt sees so many blocks of 16 keys."""
+def _many(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """So many blocks of 16 keys."""
+    for k in range(count):
+        yield _noise(16, seed=k), _noise(16, 3, seed=k)
 
-    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
-        for k in range(count):
-            yield _noise(16, seed=k), _noise(16, 3, seed=k)
+
+def _ragged(attempt: Online) -> str:
+    """A last block that is shorter, blocks of one key, and values of other widths."""
+    hint = (
+        "How many keys a block has may change from block to block, and the output is as wide as "
+        "the values: take both from what comes."
+    )
+    cases = {"seven scores in blocks of 3": (_noise(7), 3), "one key at a time": (_noise(3), 1)}
+    for name, case in cases.items():
+        for width in (5, 1):
+            try:
+                _online(attempt, {f"{name}, values of {width}": case}, hint, width=width)
+            except (IndexError, RuntimeError, ValueError) as error:
+                told = f"{name}, values of {width}: {type(error).__name__}: {error!s:.80}"
+                raise Failed(told, hint) from None
+    return f"{2 * len(cases)} cases"
+
+
+def _most_in_python(attempt: Online, count: int) -> int:
+    """Bytes of lists, numbers and arrays at the fullest moment, with so many blocks."""
+    gc.collect()
+    tracing = tracemalloc.is_tracing()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        attempt(_many(count))
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        if not tracing:
+            tracemalloc.stop()
+
+
+def _most_held(attempt: Online, count: int) -> int:
+    """Bytes of tensors at the fullest moment, with so many blocks."""
 
     def seen() -> None:
-        attempt(blocks())
+        attempt(_many(count))
 
     return measure.peak(seen, nn.Module()).total
 
@@ -222,6 +260,15 @@ def _forgets(attempt: Online) -> str:
             + (": the block itself. " if each >= 16 * 8 else ", an output or a sum of its own. ")
             + "Keep one maximum, one sum and one output for all: that makes s × s go away.",
         )
+    # Thrice: what is made once is no block's.
+    fewer, more = (min(_most_in_python(attempt, n) for _ in range(3)) for n in (8, 72))
+    each = (more - fewer) // 64
+    if each > 100:
+        raise Failed(
+            f"of each block about {each} B stay, in lists, numbers or arrays",
+            "What is no tensor takes memory as well. Keep one maximum, one sum and one output for "
+            "all: that makes s × s go away.",
+        )
     return f"{units.text(few)}, with 8 blocks and with 32"
 
 
@@ -234,6 +281,7 @@ ONLINE = Exercise(
         Property("huge scores", _huge),
         Property("a masked first block", _blind_start),
         Property("the log-sum-exp", _lse),
+        Property("blocks of any size", _ragged),
         Property("blocks are forgotten", _forgets),
     ),
     hints=(
@@ -261,7 +309,8 @@ def _halves(s_k: int = 6, first: int = 3, size: float = 1.0) -> tuple[Tensor, ..
 def _merged(
     attempt: Merge, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return _pair(attempt(o1, lse1, o2, lse2), "the merged output and the merged log-sum-exp")
+    own = (x.clone() for x in (o1, lse1, o2, lse2))  # it may write into what it gets
+    return _pair(attempt(*own), "the merged output and the merged log-sum-exp")
 
 
 def _outputs(attempt: Merge) -> str:
@@ -384,7 +433,38 @@ def _gradient(attempt: Merge) -> str:
             "Replacing NaN in the result mends the value, not the gradient: keep −inf − (−inf) "
             "from being computed, by subtracting a finite number there, and take no log of 0.",
         )
-    return "q, k and v, and rows without keys"
+    _gradient_of_one_part(attempt)
+    return "q, k and v, and rows that one part sees, or none"
+
+
+def _gradient_of_one_part(attempt: Merge) -> None:
+    o1, lse1, o2, lse2, *_ = (x.detach().clone() for x in _halves())
+    o1[:, :, 0], lse1[:, :, 0] = 0.0, -math.inf  # each part has a row that it does not see
+    o2[:, :, 1], lse2[:, :, 1] = 0.0, -math.inf
+    lse1[:, :, 2] += 1000
+    leaves = [x.requires_grad_() for x in (o1, lse1, o2, lse2)]
+    weights = _noise(*o1.shape, seed=3)
+
+    def back(merge: Merge) -> tuple[Tensor, ...]:
+        out, lse = _merged(merge, *leaves)
+        total = (out * weights).sum() + lse.sum()
+        return torch.autograd.grad(total, leaves, allow_unused=True)
+
+    for mine, exact in zip(back(attempt), back(flash.merge), strict=True):
+        if mine is not None and _far(mine, exact) <= 1e-9:
+            continue
+        case = "in rows that one part alone sees, or whose lse lie 1000 apart"
+        if mine is not None and not mine.isfinite().all():
+            raise Failed(
+                f"{case}, gradients are not finite",
+                "Also what torch.where leaves out has a gradient, and 0 · ∞ is NaN: no exponential "
+                "may overflow, in no branch. Subtract the larger lse from both.",
+            )
+        raise Failed(
+            f"{case}, gradients are wrong",
+            "There one part has all of the gradient, of its output and of its lse, and the other "
+            "one has none.",
+        )
 
 
 MERGE = Exercise(
@@ -439,13 +519,18 @@ def _attends(
     causal: bool = True,
 ) -> str:
     for name, (s_q, s_k) in shapes.items():
-        q, k, v = _noise(1, 2, s_q, 4), _noise(1, 2, s_k, 4, seed=1), _noise(1, 2, s_k, 4, seed=2)
+        q, k, v = _noise(2, 2, s_q, 4), _noise(2, 2, s_k, 4, seed=1), _noise(2, 2, s_k, 4, seed=2)
         out, lse = _pair(
             attempt(q.clone(), k.clone(), v.clone(), causal=causal, block_q=3, block_k=2),
             "the output and the log-sum-exp",
         )
         exact, exact_lse = flash.plain(q, k, v, causal=causal)
         if max(_far(out, exact), _far(lse, exact_lse)) > 1e-9:
+            if max(_far(out[:1], exact[:1]), _far(lse[:1], exact_lse[:1])) <= 1e-9:
+                raise Failed(
+                    f"{name}, 2 sequences: the first is right, the second is not",
+                    "A batch has several sequences: do for each sequence what you do for that one.",
+                )
             rows = [
                 i
                 for i in range(s_q)
@@ -462,7 +547,7 @@ def _attends(
 
 def _keys_seen(lse: Tensor, s_q: int, s_k: int) -> Callable[[int], bool]:
     """Whether each row saw exactly the keys up to i + offset, for an offset asked about."""
-    q, k, v = _noise(1, 2, s_q, 4), _noise(1, 2, s_k, 4, seed=1), _noise(1, 2, s_k, 4, seed=2)
+    q, k, v = _noise(2, 2, s_q, 4), _noise(2, 2, s_k, 4, seed=1), _noise(2, 2, s_k, 4, seed=2)
     return lambda offset: _far(lse, flash.plain(q, k, v, causal=True, offset=offset)[1]) < 1e-9
 
 
@@ -518,7 +603,7 @@ def _more_queries(attempt: Attend) -> str:
 
 
 def _unmasked(attempt: Attend) -> str:
-    shapes = {"causal=False": (5, 7)}
+    shapes = {"causal=False": (5, 7), "causal=False again": (7, 5)}
     said = "With causal=False every query sees every key: no mask, and no way out of the loop."
     return _attends(attempt, shapes, lambda *_: said, causal=False)
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from numbers import Integral, Real
 from typing import Any
 
@@ -12,13 +13,15 @@ from labutils import precision
 from labutils.floats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, FP16, FP32, FloatFormat
 from labutils.teach.exercises import Exercise, Failed, Property
 
-MINE = FloatFormat("1-3-4", 3, 4)
+MINE, WIDER = FloatFormat("1-3-4", 3, 4), FloatFormat("1-5-4", 5, 4)
 Decode = Callable[[FloatFormat, int], float]
 Encode = Callable[[FloatFormat, float], int]
 
 
 def _scalar(value: Any) -> Any:
-    """The Python number in a tensor or an array of one element; anything else as it is."""
+    """The number in a tensor or an array of one element, or in a Decimal; else what it is."""
+    if isinstance(value, Decimal):
+        return float(value)
     size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", 0)
     return value.item() if size == 1 else value
 
@@ -207,7 +210,11 @@ def _encodes(attempt: Encode, fmt: FloatFormat, numbers: Sequence[float], hint: 
 
 
 def _inside(fmt: FloatFormat, place: float) -> list[float]:
-    """Numbers at `place` of the gap above a code, where both ends of the gap lie in one binade."""
+    """Numbers at `place` of the gap above a code, where both ends of the gap lie in one binade.
+
+    Of large formats they are few: an encoder may look at every code.
+    """
+    most = 60 if fmt.bits <= 10 else 3
     last = 2**fmt.mantissa_bits - 1
     codes = [
         c
@@ -216,7 +223,7 @@ def _inside(fmt: FloatFormat, place: float) -> list[float]:
     ]
     values = [
         fmt.decode(c) + place * (fmt.decode(c + 1) - fmt.decode(c))
-        for c in codes[:: max(1, len(codes) // 60)]
+        for c in codes[:: max(1, len(codes) // most)]
     ]
     return [*values, *(-v for v in values)]
 
@@ -235,7 +242,7 @@ def _grid(attempt: Encode) -> str:
 
 def _nearer(attempt: Encode) -> str:
     hint = "You took the farther neighbor. Do you cut the rest off instead of rounding?"
-    places = itertools.product((E4M3, FP16), (0.25, 0.75, 0.51, 0.49))
+    places = itertools.product((E4M3, WIDER, FP16), (0.25, 0.75, 0.51, 0.49))
     count = sum(_encodes(attempt, fmt, _inside(fmt, p), hint) for fmt, p in places)
     return f"{count} numbers"
 
@@ -245,9 +252,8 @@ def _ties(attempt: Encode) -> str:
         "Halfway between two values: the one with the even significand (last bit 0) wins, "
         "so that errors cancel in the long run."
     )
-    return (
-        f"{sum(_encodes(attempt, fmt, _inside(fmt, 0.5), hint) for fmt in (E4M3, MINE, FP16))} ties"
-    )
+    formats = (E4M3, MINE, WIDER, FP16)
+    return f"{sum(_encodes(attempt, fmt, _inside(fmt, 0.5), hint) for fmt in formats)} ties"
 
 
 def _carries(attempt: Encode) -> str:
@@ -303,6 +309,15 @@ def _one_zero(attempt: Encode) -> str:
     return f"{_encodes(attempt, E4M3FNUZ, numbers, hint)} numbers"
 
 
+def _nothing_above(attempt: Encode) -> str:
+    hint = "This format has neither inf nor NaN: nothing lies above max, and what overflows is max."
+    count = 0
+    for fmt in (E2M1, E3M2):
+        numbers = [0.9 * fmt.max, fmt.max, 1.01 * fmt.max, 2 * fmt.max, 1e9]
+        count += _encodes(attempt, fmt, [*numbers, *(-x for x in numbers)], hint)
+    return f"{count} numbers"
+
+
 ENCODE = Exercise(
     id="floats/encode",
     reference=FloatFormat.encode,
@@ -315,6 +330,7 @@ ENCODE = Exercise(
         Property("overflow", _large),
         Property("rounded once", _once),
         Property("fnuz's only zero and NaN", _one_zero),
+        Property("nothing above max", _nothing_above),
     ),
     hints=(
         "Between which powers of two is |x|? math.frexp(|x|) gives m and e with |x| = m · 2**e "

@@ -150,6 +150,20 @@ def _miscounts(model: ModelConfig) -> dict[int, str]:
         model.seq_len * h: (
             "There is no table of positions: RoPE turns queries and keys and has no weights."
         ),
+    } | _small_miscounts(model)
+
+
+def _small_miscounts(model: ModelConfig) -> dict[int, str]:
+    """What it usually means to count so many too many, where they are no matrix."""
+    a, g, d, L = model.letters("a g d L")
+    return {
+        2 * (a - g) * d * L: (
+            "A bias is as long as what it is added to: g·d numbers at the keys and at the values."
+        ),
+        **dict.fromkeys(
+            (d // 2, L * d // 2),
+            "The frequencies of RoPE are computed, not learned: a buffer, and no parameter.",
+        ),
     }
 
 
@@ -384,6 +398,19 @@ def _why_not_fullest(
     }
 
 
+_UNITS = units.KB, units.KIB, units.MB, units.MIB, units.GB, units.GIB
+_PHASES = ("forward", "backward", "optimizer")
+
+
+def _phase(said: Any) -> str:
+    """The phase that is meant, such as "optimizer" by "the optimizer step" and by "update"."""
+    words = str(said).strip().lower()
+    named = [phase for phase in _PHASES if phase in words]
+    if not named and ("update" in words or "step" in words):
+        return "optimizer"
+    return named[0] if len(named) == 1 else words
+
+
 def _fullest(attempt: Callable, setting: tuple[str, int, int, str]) -> None:
     asked, peak = _predicted(*setting)
     name, tokens, batch, stepping = setting
@@ -397,9 +424,14 @@ def _fullest(attempt: Callable, setting: tuple[str, int, int, str]) -> None:
             f"{what}: you return {got!r}",
             'Return two things: "forward", "backward" or "optimizer", and the bytes.',
         ) from None
-    phase = str(phase).strip().lower()
+    phase = _phase(phase)
     if near and phase == peak.phase:
         return
+    if any(math.isclose(found * unit, peak.total, rel_tol=1e-3) for unit in _UNITS):
+        raise Failed(
+            f"{what}: you return {found:g}",
+            "Bytes are asked for, not thousands, millions or billions of them.",
+        )
     why = _why_not_fullest(*asked).get(
         round(found),
         "Write down two moments: right after the loss, and in the middle of the optimizer's step. "

@@ -255,6 +255,11 @@ def _plain_step(attempt: Callable) -> str:
     for scale in (1.0, 64.0):
         bowl = _Bowl(scale)
         bowl.step(attempt)
+        if (bowl.place - _START).norm() > 1e8:
+            raise Failed(
+                "max_norm is 1e9, and the gradient became as long as that",
+                "Clipping shortens what is too long, and leaves the rest: a factor of at most 1.",
+            )
         if not torch.allclose(bowl.place, torch.zeros(3)):
             raise Failed(
                 f"scale {scale:g}: a step of lr = 1 along the gradient leads from (2, 3, 6) "

@@ -210,7 +210,8 @@ def _counted(
     ledger = measure.model_states(net, optimizer)
     got = attempt(net, optimizer)
     if got != ledger.total:
-        off = got - ledger.total if isinstance(got, int) else 0
+        value = got.item() if getattr(got, "shape", None) == () else got  # of NumPy or torch
+        off = int(float(value)) - ledger.total if isinstance(value, Real) else 0
         parts = ", ".join(f"{name} {amount:,}" for name, amount in ledger.by("name").items())
         direction = f": {abs(off):,} too {'many' if off > 0 else 'few'}" if off else ""
         raise Failed(
