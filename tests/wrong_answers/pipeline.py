@@ -630,7 +630,7 @@ WRONG = {
             "dy and the weight alone",
         ),
         Wrong("dy in place", _into_dy, "one layer", "changes dy in place"),
-        Wrong("of a copy", _of_a_copy, "one layer", "not to copies"),
+        Wrong("of a copy", _of_a_copy, "one layer", "not of copies"),
         Wrong("W returns a W", _w_in_w, "one layer", "calls all that is owed"),
         Wrong("in fp32", lambda *args: (lambda dx, w: (dx.float(), w))(*_kept_late(*args)),
               "one layer", "in float32"),
