@@ -267,6 +267,8 @@ WRONG = {
         Wrong("18 bytes everywhere", _unsharded, "one stage", "12 B shared"),
         Wrong("whole on ranks of tp", _no_sp, "one stage", "divided by tp, too"),
         Wrong("the mean", _fullest(of=_mean), "the fullest stage", "mean of the stages"),
+        Wrong("the last stage", _fullest(of=lambda held: held[-1]), "the fullest stage",
+              "the last stage's"),
         Wrong("GPipe's", _fullest("all"), "one stage", "as soon as it can"),
         Wrong("one micro-batch", _fullest("once"), "the fullest stage", "and not one"),
         Wrong("the first stage", _fullest("first"), "uneven stages", "may have more layers"),

@@ -1,6 +1,8 @@
 """Shard an optimizer, write the schedule of level 3, repair a mixed-precision optimizer."""
 
+import collections
 import functools
+import itertools
 import math
 import types
 from collections.abc import Callable, Iterable
@@ -27,11 +29,20 @@ def _inside(thing: object) -> list[object]:
         return []
     attributes = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
     attributes += [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
+    names = ("func", "args", "keywords", "__self__", "__func__", "__defaults__", "__kwdefaults__")
+    if isinstance(thing, (functools.partial, types.MethodType, types.FunctionType)):
+        attributes += [getattr(thing, name, None) for name in names]
+    if isinstance(thing, types.GeneratorType) and thing.gi_frame:
+        attributes += thing.gi_frame.f_locals.values()
+    slots = [getattr(base, "__slots__", ()) for base in type(thing).__mro__]
+    for name in itertools.chain(*([each] if isinstance(each, str) else each for each in slots)):
+        attributes.append(getattr(thing, name, None))
     if not type(thing).__module__.startswith(("builtins", "torch")):
         attributes += vars(type(thing)).values()
     if isinstance(thing, dict):
         return [*attributes, *thing.keys(), *thing.values()]
-    return [*attributes, *thing] if isinstance(thing, (list, tuple, set)) else attributes
+    several = (list, tuple, set, frozenset, collections.deque)
+    return [*attributes, *thing] if isinstance(thing, several) else attributes
 
 
 def _kept(owner: object, w: Tensor) -> tuple[int, int]:
