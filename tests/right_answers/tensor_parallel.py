@@ -63,6 +63,28 @@ def _sums_of_columns(x, up, down, comm):
     return torch.add(tensor_parallel.reduce_from(inner.matmul(w2), comm), down.bias)
 
 
+def _written_out(x, up, down, comm):
+    """GELU by its formula, each term kept for the backward pass."""
+    f_t = up.out_features // comm.size
+    weight, bias = (p.narrow(0, comm.rank * f_t, f_t) for p in (up.weight, up.bias))
+    z = torch.addmm(bias, _F.apply(x, comm).reshape(-1, x.shape[-1]), weight.t())
+    inner = 0.5 * z * (1 + torch.erf(z / 2**0.5))
+    part = inner @ down.weight.narrow(1, comm.rank * f_t, f_t).t()
+    return (_G.apply(part, comm) + down.bias).view_as(x)
+
+
+def _computed_again(x, up, down, comm):
+    """Its share of the layer is a checkpoint: nothing is kept between the two products."""
+
+    def share(x):
+        weight, bias = up.weight.chunk(comm.size)[comm.rank], up.bias.chunk(comm.size)[comm.rank]
+        inner = F.gelu(F.linear(x, weight, bias))
+        return F.linear(inner, down.weight.chunk(comm.size, 1)[comm.rank])
+
+    part = torch.utils.checkpoint.checkpoint(share, _F.apply(x, comm), use_reentrant=False)
+    return _G.apply(part, comm) + down.bias
+
+
 def _bias_in_the_sum(x, up, down, comm):
     """Each rank adds an n-th of the bias to its part, and the bias' gradient is summed, too."""
     i, n = comm.rank, comm.size
@@ -164,6 +186,22 @@ def _one_sum(x, norm, up, down, comm):
     return torch.stack([x, tensor_parallel.scatter_to(y @ down.weight.mT, comm)]).sum(0) + last
 
 
+
+def _beside(logits, targets, comm):
+    """The loss has no history; softmax − 1 does, as factors of the logits."""
+    with torch.no_grad():
+        most = comm.all_reduce(logits.amax(-1), "max")
+        sums = comm.all_reduce((logits - most[:, None]).exp().sum(-1))
+        words = comm.rank * logits.shape[1] + torch.arange(logits.shape[1])
+        right = (targets[:, None] == words).to(logits)
+        at_target = comm.all_reduce((logits * right).sum(-1))
+        loss = (most + sums.log() - at_target).mean()
+        again = comm.all_reduce(logits.amax(-1), "max")
+        shares = (logits - again[:, None]).exp() / sums[:, None]
+    slope = ((shares - right) * logits).sum() / len(targets)
+    return loss + slope - slope.detach()
+
+
 RIGHT = {
     "tensor_parallel/feed-forward": {
         "autograd Functions": _functions,
@@ -171,12 +209,15 @@ RIGHT = {
         "every n-th column": _strided,
         "sums of columns": _sums_of_columns,
         "the bias in the sum": _bias_in_the_sum,
+        "GELU written out": _written_out,
+        "computed again": _computed_again,
     },
     "tensor_parallel/cross-entropy": {
         "an autograd Function": _Loss.apply,
         "in two levels": _two_levels,
         "stacked": _stacked,
         "a row at a time": _a_row_at_a_time,
+        "a loss beside its gradient": _beside,
     },
     "tensor_parallel/bug-hunt": {
         "functional": _functional,

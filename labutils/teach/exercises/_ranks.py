@@ -1,6 +1,7 @@
 """Ranks on which a learner's attempt runs, and what is told when it does not come back."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -38,16 +39,37 @@ def run(
     mismatch: what different calls usually mean, where that is something else
     Raises: Failed with the learner's own line; NotImplementedError where the stub is untouched.
     """
+    failures: list[Failed] = []
+
+    def noted(rank: world.Rank) -> Any:
+        try:
+            return program(rank)
+        except Failed as failure:
+            failures.append(failure)
+            raise
+
     try:
-        return world_of(n).run(program)
-    except (world.DeadlockError, world.TimeoutError) as error:
-        raise Failed(f"{case}: {error}", hint) from None
-    except world.MismatchError as error:
-        raise Failed(f"{case}: {error}", mismatch or hint) from None
-    except world.RankError as error:
+        return world_of(n).run(noted)
+    except world.WorldError as error:
+        if failures:
+            raise failures[0] from None
+        if isinstance(error, (world.DeadlockError, world.TimeoutError)):
+            raise Failed(f"{case}: {error}", hint) from None
+        if isinstance(error, world.MismatchError):
+            raise Failed(f"{case}: {error}", mismatch or hint) from None
+        if not isinstance(error, world.RankError):
+            raise
         headline = str(error).splitlines()[0]
         if "NotImplementedError" in headline and "NotImplementedError:" not in headline:
             raise NotImplementedError from None
-        *_, place, line, _ = ["", *error.traceback.splitlines()]
-        where = f"It happened in {place.strip()}: {line.strip()}"
-        raise Failed(f"{case}: {headline}", where) from None
+        raise Failed(f"{case}: {headline}", _where(error.traceback)) from None
+
+
+def _where(told: str) -> str:
+    """The innermost line of a traceback that is not a check's own: the learner's."""
+    lines = told.splitlines()
+    places = [i for i, line in enumerate(lines[:-1]) if re.search(r", line \d+, in ", line)]
+    own = [i for i in places if not re.search(r"\bexercises[/\\]", lines[i])]
+    if not own:
+        return ""
+    return f"It happened in {lines[own[-1]].strip()}: {lines[own[-1] + 1].strip()}"
