@@ -223,6 +223,14 @@ def _found(attempt: Callable, n: int, b: int) -> list[float]:
     return every
 
 
+def _of_mean_gradients(own: Tensor, n: int, b: int) -> Tensor:
+    """The noise scale of gradients [seed, rank, P] of which a mean over seeds was taken first."""
+    once = own.mean(0)
+    small, large = once.square().sum(1).mean(), once.mean(0).square().sum()
+    trace = (small - large) / (1 / b - 1 / (n * b))
+    return trace / (small - trace / b)
+
+
 def _slips(n: int, b: int) -> list[tuple[float, str]]:
     """What usual mistakes would give, and the words for each."""
     own = torch.stack([torch.stack(each) for each in _gradients(n, b)], 1)  # seed, rank, P
@@ -235,11 +243,8 @@ def _slips(n: int, b: int) -> list[tuple[float, str]]:
     biased, every = trace * (n - 1) / n, (small - mean) * b
     short = own.norm(dim=2).mean(1).square()
     shorter = (short - mean) / (1 / b - 1 / (n * b))
-    once = own.mean(0)
-    early = once.square().sum(1).mean() - once.mean(0).square().sum()
-    early /= 1 / b - 1 / (n * b)
     values = [
-        (early / (once.square().sum(1).mean() - early / b), "Seeds are averaged as lengths: first "
+        (_of_mean_gradients(own, n, b), "Seeds are averaged as lengths: first "
          "tr Σ and |G|² of each seed, then their means. A mean of gradients has less noise."),
         (trace.mean() / mean.mean(), "|G|² is biased: |mean gradient|² still holds tr Σ / (N·b) of "
          "noise. Subtract it."),
