@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import linecache
 import os
 import signal
@@ -143,6 +144,17 @@ def test_what_torch_cannot_do_is_an_attempt(doubling):
 def test_an_exception_is_part_of_the_report_and_shows_the_learners_line(doubling):
     report = check.check("demo/double", lambda n: n / 0)
     assert "ZeroDivisionError" in str(report) and "n / 0" in str(report)
+
+
+@pytest.mark.parametrize("attempt", [lambda *args, **kwargs: torch.zeros(3), lambda: 4])
+def test_what_a_check_cannot_work_with_is_not_told_as_an_error_of_the_learners_code(attempt):
+    report = str(check.check("start/tokens-per-step", attempt))
+    assert "with your answer the check meets" in report and "your code raised" not in report
+
+
+def test_a_line_of_pythons_own_library_is_not_told_as_the_learners(doubling):
+    report = str(check.check("demo/double", lambda n: functools.reduce(max, json.loads("[1, x]"))))
+    assert "JSONDecodeError" in report and "at this line: report = str(" in report
 
 
 def test_an_attempt_that_does_not_end_is_stopped(doubling, monkeypatch):

@@ -248,6 +248,9 @@ def _three(attempt: Callable) -> tuple[Tensor, ...]:
     shapes = [(_T, _N), (_T, _K), (_N, _K)]
     if not isinstance(got, (tuple, list)) or len(got) != 3:
         raise Failed(f"you return {type(got).__name__}", "Return y, and two gradients.")
+    if not all(isinstance(each, Tensor) for each in got):
+        found = ", ".join(type(each).__name__ for each in got)
+        raise Failed(f"you return {found}", "Return y, and two gradients: three tensors.")
     found_shapes = [tuple(found.shape) for found in got]
     hint = "product(a, b) is a·bᵀ: y = product(x, w), and what is added up is the last dim of both."
     if found_shapes != shapes and sorted(found_shapes) == sorted(shapes):
@@ -360,6 +363,18 @@ class DelayedScale:
         self.scale = scale_for(torch.tensor(amax), self.dtype).item() if amax else 1.0
 
 
+def _pair(got: Any, x: Tensor) -> tuple[Tensor, float]:
+    """The codes of x, and the number that brings them back."""
+    try:
+        codes, inverse = got
+        if codes.shape == x.shape and isinstance(codes, Tensor):
+            return codes, float(inverse)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        pass
+    hint = "Return two things: codes of the shape of x, and then the number that brings them back."
+    raise Failed(f"cast returns {got!r:.60}", hint)
+
+
 def _ran(
     attempt: Any, sizes: list, length: int = 3, dtype: torch.dtype = F8_E4M3
 ) -> list[tuple[float, float]]:
@@ -372,12 +387,12 @@ def _ran(
         for size in step if isinstance(step, list) else [step]:
             x = torch.tensor([[-size / 4, size], [size / 2, 0.0]])
             given = x.clone()
-            codes, inverse = tracker.cast(given)
+            codes, inverse = _pair(tracker.cast(given), x)
             if not torch.equal(given, x):
                 hint = "It is somebody's gradient: scale a copy."
                 raise Failed("cast changes x in place", hint)
-            back = float(codes.float()[0, 1]) * float(inverse)
-            found.append((back, largest(dtype) * float(inverse)))
+            back = float(codes.float()[0, 1]) * inverse
+            found.append((back, largest(dtype) * inverse))
         tracker.advance()
     return found
 

@@ -397,7 +397,8 @@ class _Replay:
 def _legal(attempt: Callable, count: int) -> list[Step]:
     """The attempt's steps, each of which can be carried out when its turn comes."""
     steps, case = attempt(count), f"{count} unit{'s' * (count > 1)}"
-    steps = list(steps) if isinstance(steps, Iterable) else [steps]
+    several = isinstance(steps, Iterable) and getattr(steps, "ndim", 1)  # a 0-d tensor is none
+    steps = list(steps) if several else [steps]
     if not all(isinstance(step, (list, tuple)) and len(step) == 2 for step in steps):
         raise Failed(
             f"{case}: got {str(steps)[:80]}, not a list of pairs",
@@ -611,11 +612,12 @@ def _half(
             w.grad = None
             (w * (grows**step * slopes(rank.rank)).bfloat16()).sum().backward()
             norm = optimizer.step(max_norm)
-        return (
-            w.detach().clone(),
-            float("nan") if norm is None else float(norm),
-            _kept(optimizer, w)[0],
-        )
+        try:
+            norm = float("nan") if norm is None else float(norm)
+        except (TypeError, ValueError, RuntimeError):
+            said = f"step() returns {norm!r:.60}"
+            raise Failed(said, "Return the norm of the whole gradient, one number.") from None
+        return w.detach().clone(), norm, _kept(optimizer, w)[0]
 
     results = _ranks.run(n, f"{_ranks.count(n)}, {numel} weights", program, _SHARES)
     return (
