@@ -249,8 +249,8 @@ def _three(attempt: Callable) -> tuple[Tensor, ...]:
     if not isinstance(got, (tuple, list)) or len(got) != 3:
         raise Failed(f"you return {type(got).__name__}", "Return y, and two gradients.")
     if not all(isinstance(each, Tensor) for each in got):
-        found = ", ".join(type(each).__name__ for each in got)
-        raise Failed(f"you return {found}", "Return y, and two gradients: three tensors.")
+        kinds = ", ".join(type(each).__name__ for each in got)
+        raise Failed(f"you return {kinds}", "Return y, and two gradients: three tensors.")
     found_shapes = [tuple(found.shape) for found in got]
     hint = "product(a, b) is a·bᵀ: y = product(x, w), and what is added up is the last dim of both."
     if found_shapes != shapes and sorted(found_shapes) == sorted(shapes):

@@ -327,7 +327,7 @@ def _answer(attempt: Callable, case: str) -> tuple[list[nn.Linear], tuple[int, i
         linears = [nn.Linear(k, d, bias=bias) for k, d, bias in shapes]
     got = attempt(linears, rank, itemsize)
     several = isinstance(got, Iterable) and not isinstance(got, str)
-    pair = tuple(got) if several and getattr(got, "ndim", 1) else ()
+    pair = tuple(got) if several and getattr(got, "ndim", 1) != 0 else ()
     if len(pair) != 2:
         raise Failed(f"you return {got!r}", "Return two numbers: how many are trained, and bytes.")
     said = f"{case}, r = {rank}, {itemsize} bytes per frozen number"

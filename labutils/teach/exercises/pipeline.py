@@ -41,7 +41,7 @@ def _order(made: Any, case: str, stage: int) -> tuple[Op, ...]:
     """The operations of one rank, whatever they are kept in."""
     if isinstance(made, str):
         made = made.split()
-    several = isinstance(made, Iterable) and getattr(made, "ndim", 1)  # a 0-d tensor is none
+    several = isinstance(made, Iterable) and getattr(made, "ndim", 1) != 0  # a 0-d tensor is none
     ops = list(made) if several else [made]
     found = []
     for given in ops:

@@ -397,7 +397,7 @@ class _Replay:
 def _legal(attempt: Callable, count: int) -> list[Step]:
     """The attempt's steps, each of which can be carried out when its turn comes."""
     steps, case = attempt(count), f"{count} unit{'s' * (count > 1)}"
-    several = isinstance(steps, Iterable) and getattr(steps, "ndim", 1)  # a 0-d tensor is none
+    several = isinstance(steps, Iterable) and getattr(steps, "ndim", 1) != 0  # a 0-d tensor is none
     steps = list(steps) if several else [steps]
     if not all(isinstance(step, (list, tuple)) and len(step) == 2 for step in steps):
         raise Failed(
