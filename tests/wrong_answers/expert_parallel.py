@@ -363,6 +363,13 @@ def _sorted_experts(logits, k, score, bias):
     return chosen.sort(-1).values, weights
 
 
+def _shifts_the_logits(logits, k, score, bias):
+    """The largest logit taken off, against an overflow, where it stands."""
+    with torch.no_grad():
+        logits -= logits.amax(-1, keepdim=True)
+    return _weighed_by(lambda s, c, k: _of_one(s.gather(1, c)))(logits, k, score, bias)
+
+
 def _misspelt(logits, k, score, bias):
     """An error in the learner's own line, which is no matter of what is returned."""
     return (logits + bias).topk(k, keepdim=True).indices, logits
@@ -507,6 +514,7 @@ WRONG = {
         Wrong("over the tokens", _over_tokens, "the best k", "the k highest"),
         Wrong("sorted experts, unsorted weights", _sorted_experts, "weights add up to 1",
               "at other experts"),
+        Wrong("logits in place", _shifts_the_logits, "the best k", "belongs to the caller"),
         Wrong("a misspelt argument", _misspelt, "the best k", "It happened in _misspelt"),
         Wrong("detached", _slip("detached"), "the router learns", "through the weights alone"),
         Wrong("by way of numbers", _slip("numbers"), "the router learns", "tolist"),

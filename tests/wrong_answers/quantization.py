@@ -150,6 +150,12 @@ def _never_negative(x, w, limit):
     return _layer(x.clamp(min=0), w, limit)
 
 
+def _by_length(x, w, limit):
+    """Rows of x of length 1, and their length again behind the product."""
+    length = x.norm(dim=1, keepdim=True)
+    return _layer(x, w, limit) / length * length
+
+
 def _six_bits(x, w, limit):
     scale = w.abs().amax(1) / 31
     codes = (x / (limit / 31)).clamp(-31, 31).round()
@@ -323,6 +329,7 @@ WRONG = {
         Wrong("codes that are not rounded", _scaled_back_early, "integers", "round both"),
         Wrong("six bits", _six_bits, "a scale for each output channel", "code 1"),
         Wrong("the first token for all", _one_row, "a scale for each output channel", ""),
+        Wrong("over the length of a row", _by_length, "a channel of zeros", "a row of x"),
         Wrong("down to −128", _slip(_written, low=-128), "symmetric codes", "beyond the limit"),
         Wrong("limit at most", _slip(_written, own=lambda x: x.abs().max()), "integers", "limit / 127"),
         Wrong("by tokens, limit at most", _slip(_written, own=lambda x: x.abs().amax(1, keepdim=True)),

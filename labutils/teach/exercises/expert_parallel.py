@@ -52,6 +52,9 @@ def _routed(
         chosen, weights = map(torch.as_tensor, made)
     except (TypeError, ValueError, RuntimeError) as error:
         raise Failed(f"{case}: {error}", "Return the chosen experts and their weights.") from None
+    if not torch.equal(logits, _logits()):
+        kept = "The router's output belongs to the caller: compute with it, and leave it."
+        raise Failed(f"{case}: after your call the logits are other ones", kept)
     if not torch.equal(given, bias):
         kept = "The layer keeps this tensor from step to step: compute with it, and leave it."
         raise Failed(f"{case}: after your call the bias is another one", kept)
@@ -499,7 +502,7 @@ def _results(attempt: Callable, alpha: float) -> list[tuple[float, dict[str, Ten
 
     def program(rank: world.Rank) -> tuple[float, dict[str, Tensor]]:
         model = _spread(rank)
-        tokens = _tokens()[rank.rank]
+        tokens = _tokens()[rank.rank].clone()
         loss = attempt(model, tokens, rank.comm("dp"), rank.comm("edp"), alpha)
         named = model.named_parameters()
         try:

@@ -111,7 +111,7 @@ def _case(layers: Sequence[int], m: int = 16, head: int = 6_000_000, **degrees: 
 def _compared(attempt: Callable, cases: Sequence[_Case], hint: str) -> str:
     for case in cases:
         held = _held(case)
-        right, answer = max(held), attempt(*case)
+        right, answer = max(held), attempt(*case._replace(weights=dict(case.weights)))
         try:
             found = float(answer)
         except (TypeError, ValueError):

@@ -257,9 +257,13 @@ def _channels(attempt: Callable) -> str:
 
 
 def _idle_channel(attempt: Callable) -> str:
-    w = _drawn(3, 8)
+    w, x = _drawn(3, 8), _drawn(2, 8)
     w[1] = 0.0
-    y = _product(attempt, _drawn(2, 8), w, 3.0, "a channel of zeros")
+    x[0] = 0.0
+    y = _product(attempt, x, w, 3.0, "a channel of zeros")
+    if not y[0, [0, 2]].isfinite().all() or y[0, [0, 2]].any():
+        hint = "All its codes are 0. Nothing is divided by a row's own size: x has one scale."
+        raise Failed(f"a row of x that is 0 gives {y[0, 0]:g}", hint)
     if not y.isfinite().all() or y[:, 1].any():
         hint = "Its max|w| is 0, and 0/0 is NaN: take any other scale there, such as 1."
         raise Failed(f"an output channel whose weights are 0 gives {y[0, 1]:g}", hint)
