@@ -146,6 +146,23 @@ def test_an_exception_is_part_of_the_report_and_shows_the_learners_line(doubling
     assert "ZeroDivisionError" in str(report) and "n / 0" in str(report)
 
 
+def test_gradients_are_on_in_a_check_whatever_the_session_has_switched_off():
+    exercise = exercises.find("lora/adapter")
+    with torch.no_grad():
+        assert check.check(exercise.id, exercise.reference).passed
+        assert not torch.is_grad_enabled()
+    with torch.inference_mode():
+        assert check.check(exercise.id, exercise.reference).passed
+
+
+def test_gradients_that_an_attempt_switches_off_are_on_again_behind_it(doubling):
+    def attempt(n):
+        torch.set_grad_enabled(False)
+        return 2 * n
+
+    assert check.check("demo/double", attempt).passed and torch.is_grad_enabled()
+
+
 @pytest.mark.parametrize("attempt", [lambda *args, **kwargs: torch.zeros(3), lambda: 4])
 def test_what_a_check_cannot_work_with_is_not_told_as_an_error_of_the_learners_code(attempt):
     report = str(check.check("start/tokens-per-step", attempt))

@@ -141,7 +141,13 @@ def _verdicts(exercise: exercises.Exercise, attempt: Any) -> tuple[Verdict, ...]
 def _verdict(prop: exercises.Property, attempt: Any) -> Verdict | None:
     """How one property comes out; None where a stub says that it is none yet."""
     try:
-        with torch.random.fork_rng(devices=[]), _clock.limit(SECONDS):
+        # Gradients are on, whatever the session, or an attempt before, has switched off.
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.random.fork_rng(devices=[]),
+            _clock.limit(SECONDS),
+        ):
             return Verdict(prop.name, "passed", prop.test(attempt) or "")
     except exercises.Failed as failure:
         seen, why = str(failure), failure.hint

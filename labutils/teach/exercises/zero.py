@@ -738,7 +738,7 @@ def _hunt_small(attempt: Callable) -> str:
 
 def _hunt_steps(attempt: Callable) -> str:
     n, numel, steps = 2, 8, 3
-    mean = torch.arange(1.0, numel + 1)
+    mean = torch.arange(1.0, numel + 1, dtype=torch.float32)
     max_norm = 1.5 * mean.norm().item()
     results, _, _ = _half(attempt, n, numel, _sgd, _steep(numel), max_norm, steps, grows=2.0)
     for rank, w in enumerate(results):
@@ -756,7 +756,7 @@ def _hunt_steps(attempt: Callable) -> str:
 def _clipped(mean: Tensor, max_norm: float, steps: int, *, anew: bool) -> Tensor:
     """The weights of one optimizer on one rank, or of one made anew in each step, when gradients
     double and are clipped."""
-    w = nn.Parameter(torch.ones(len(mean)))
+    w = nn.Parameter(torch.ones_like(mean))
     optimizer = _sgd([w])
     for step in range(steps):
         optimizer = _sgd([w]) if anew else optimizer
