@@ -363,6 +363,11 @@ def _sorted_experts(logits, k, score, bias):
     return chosen.sort(-1).values, weights
 
 
+def _in_half(logits, k, score, bias):
+    weigh = _weighed_by(lambda s, c, k: _of_one(s.gather(1, c).bfloat16()))
+    return weigh(logits, k, score, bias)
+
+
 def _shifts_the_logits(logits, k, score, bias):
     """The largest logit taken off, against an overflow, where it stands."""
     with torch.no_grad():
@@ -512,6 +517,7 @@ WRONG = {
         Wrong("much added", _weighed_by(_much_added), "weights add up to 1", "by their"),
         Wrong("set to 0, again the best", _set_to_zero, "the bias only chooses", "use topk"),
         Wrong("over the tokens", _over_tokens, "the best k", "the k highest"),
+        Wrong("weights in bf16", _in_half, "weights add up to 1", "in fp32 at least"),
         Wrong("sorted experts, unsorted weights", _sorted_experts, "weights add up to 1",
               "at other experts"),
         Wrong("logits in place", _shifts_the_logits, "the best k", "belongs to the caller"),

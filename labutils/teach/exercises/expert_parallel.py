@@ -112,6 +112,10 @@ def _renormalized(attempt: Callable) -> str:
         scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
         if _near(gates, right, _EPSILON):
             continue
+        if _near(gates, right, 0.02) and gates.dtype in (torch.bfloat16, torch.half):
+            kind = str(gates.dtype).removeprefix("torch.")
+            hint = "Right but for rounding: a router computes scores and weights in fp32 at least."
+            raise Failed(f"{case}: the weights are in {kind}", hint)
         if not _near(sums, torch.ones_like(sums), _EPSILON):
             worst = sums[(sums - 1).abs().argmax()].item()
             told = f"{worst:.3f}" if abs(worst - 1) > 1e-3 else f"1 {worst - 1:+.1g}"
