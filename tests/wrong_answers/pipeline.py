@@ -397,6 +397,8 @@ def _w_in_w(*args):
 
 WRONG = {
     "pipeline/one-f-one-b": (
+        Wrong("numbers below 0", lambda rank, p, m: [("F", -k) for k in range(m)] + [
+            ("B", -k) for k in range(m)], "every operation, in a legal order", "from 0 to m"),
         Wrong("GPipe", _warmed(lambda rank, p, m: m), "memory", "needs no more than p − i"),
         Wrong("one forward too many", _warmed(lambda rank, p, m: p - rank), "memory", "p − 1 − i"),
         Wrong(

@@ -309,6 +309,10 @@ class _Half:
 _Published = type("_Published", (_Half,), {"local_norm": True, "rereads": True})
 
 
+def _in_vain(count):
+    return [*zero.unit_order(count), ("gather", 0), ("free", 0)]
+
+
 class _WholeInSlots:
     """All of the optimizer's state, where no __dict__ shows it."""
 
@@ -385,6 +389,9 @@ WRONG = {
             "reduces at the end", _plan(late=True), "bytes held", "right after the unit's backward"
         ),
         Wrong("reduces two units late", _reduces_two_late, "bytes held", "2 are enough"),
+        Wrong("gathers in vain", _in_vain, "bytes sent", "leave this gather out"),
+        Wrong("numbers as text", lambda count: [(what, str(i)) for what, i in zero.unit_order(count)],
+              "everything is there when it is used", "whole numbers"),
         Wrong(
             "gathers for the step too",
             _plan(thrice=True),

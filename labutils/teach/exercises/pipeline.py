@@ -86,8 +86,10 @@ def _collected(
     for rank in range(p):
         rows.append(_order(attempt(rank, p, m, *chunks), f"{case}, rank {rank}", rank))
     made = Schedule("yours", tuple(rows), (schedule.loop(p, *chunks),), m, split)
-    if min((op.micro_batch for row in rows for op in row), default=0) == 1:
-        raise Failed(f"{case}: there is no micro-batch 0", "Micro-batches count from 0 to m − 1.")
+    least = min((op.micro_batch for row in rows for op in row), default=0)
+    if least > 0 or (least < 0 and p <= m):  # with few, a warm-up counts on below 0
+        what = "is no micro-batch 0" if least > 0 else f"is a micro-batch {least}"
+        raise Failed(f"{case}: there {what}", "Micro-batches count from 0 to m − 1.")
     if reason := schedule.why_illegal(made):
         raise Failed(f"{case}: {reason}", _MEANS.get(reason.name, ""))
     return case, made

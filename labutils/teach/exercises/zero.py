@@ -345,6 +345,7 @@ _GATHER_FIRST = "Gather a unit before it computes."
 _FREED = " Its forward is long over, and its weights were freed: gather it again."
 _TURNS = "Forward runs from the first unit to the last, backward from the last to the first."
 _GATHERED = "Every gather costs a unit's bytes: free it first, or leave this gather out."
+_WHOLE_NUMBERS = "Units are whole numbers, from 0 on."
 _REDUCE_ONCE = "Reduce a unit's gradient after its backward, once."
 
 
@@ -406,6 +407,8 @@ def _legal(attempt: Callable, count: int) -> list[Step]:
         )
     replay = _Replay(count)
     for k, (what, i) in enumerate(steps):
+        if not hasattr(i, "__index__"):
+            raise Failed(f"{case}, step {k}, {what} {i!r}: no such unit", _WHOLE_NUMBERS)
         if refusal := replay.refusal(what, i):
             raise Failed(f"{case}, step {k}, {what} {i}: {refusal[0]}", refusal[1])
         replay.take(what, i)
@@ -476,7 +479,7 @@ def _carried_out(steps: tuple[Step, ...], count: int) -> SimpleNamespace:
             gradients = max(gradients, len(chain.gradients))
         return chain.shards, whole, gradients
 
-    results = _ranks.run(n, f"{count} units", program, _SHARES)
+    results = _ranks.run(n, f"{count} unit{'s' * (count > 1)}", program, _SHARES)
     return SimpleNamespace(
         weights=[shards for shards, _, _ in results],
         whole=results[0][1],
@@ -532,7 +535,8 @@ def _schedule_held(attempt: Callable) -> str:
 
 def _schedule_sent(attempt: Callable) -> str:
     for count in (3, 6):
-        run = _carried_out(tuple(_legal(attempt, count)), count)
+        steps = _legal(attempt, count)
+        run = _carried_out(tuple(steps), count)
         share = run.nbytes * (run.n - 1) // run.n
         if run.gathered > 2 * count * share:
             raise Failed(
@@ -540,6 +544,12 @@ def _schedule_sent(attempt: Callable) -> str:
                 "One gather for a unit's forward and one for its backward make 2Ψ; "
                 "with the reduce-scatter, 3Ψ.",
             )
+        last: dict[int, str] = {}  # of each unit the last step that wants it whole
+        for k, (what, i) in enumerate(steps):
+            if what == "free" and last.get(i) == "gather":
+                what = f"{count} units, step {k}, free {i}: it was gathered in vain"
+                raise Failed(what, _GATHERED)
+            last[i] = last.get(i, "") if what == "reduce" else what
     return "at most 3Ψ(N − 1)/N"
 
 
