@@ -155,6 +155,16 @@ def test_gradients_are_on_in_a_check_whatever_the_session_has_switched_off():
         assert check.check(exercise.id, exercise.reference).passed
 
 
+def test_a_check_makes_its_tensors_on_the_cpu_whatever_the_sessions_device():
+    torch.set_default_device("meta")
+    try:
+        for name in ("lora/adapter", "quantization/groups", "scaling/bug-hunt"):
+            assert check.check(name, exercises.find(name).reference).passed, name
+        assert torch.ones(1).is_meta
+    finally:
+        torch.set_default_device(None)
+
+
 def test_gradients_that_an_attempt_switches_off_are_on_again_behind_it(doubling):
     def attempt(n):
         torch.set_grad_enabled(False)

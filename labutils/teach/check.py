@@ -109,7 +109,8 @@ def check(exercise_id: str, attempt: Any) -> Report:
     What it prints comes before the report, a flood of it shortened. What is drawn afterwards is
     what would have been drawn without a check.
     """
-    exercise = exercises.find(exercise_id)
+    with _as_in_a_new_session():
+        exercise = exercises.find(exercise_id)
     if attempt is ... or attempt is None:
         return Report(exercise, ())
     if exercise.untouched and exercises.digest(attempt) == exercise.untouched:
@@ -141,13 +142,7 @@ def _verdicts(exercise: exercises.Exercise, attempt: Any) -> tuple[Verdict, ...]
 def _verdict(prop: exercises.Property, attempt: Any) -> Verdict | None:
     """How one property comes out; None where a stub says that it is none yet."""
     try:
-        # Gradients are on, whatever the session, or an attempt before, has switched off.
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.random.fork_rng(devices=[]),
-            _clock.limit(SECONDS),
-        ):
+        with _as_in_a_new_session(), torch.random.fork_rng(devices=[]), _clock.limit(SECONDS):
             return Verdict(prop.name, "passed", prop.test(attempt) or "")
     except exercises.Failed as failure:
         seen, why = str(failure), failure.hint
@@ -166,6 +161,16 @@ def _verdict(prop: exercises.Property, attempt: Any) -> Verdict | None:
             seen = f"with your answer the check meets {type(error).__name__}: {error}"
             why = "Does it take, have and return what the exercise asks for?"
     return Verdict(prop.name, "failed", _cut(seen), _cut(why))
+
+
+@contextlib.contextmanager
+def _as_in_a_new_session() -> Iterator[None]:
+    """Gradients are on, and tensors are made on the CPU, whatever the session, or an attempt
+    before, has set."""
+    elsewhere = torch.get_default_device().type != "cpu"
+    place = torch.device("cpu") if elsewhere else contextlib.nullcontext()
+    with place, torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def _cut(text: str, most: int = 2000) -> str:
