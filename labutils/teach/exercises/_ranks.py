@@ -3,11 +3,13 @@
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from labutils import world
 from labutils.config import Mesh
 from labutils.teach.exercises import Failed
+
+T = TypeVar("T")
 
 # Seconds. Ranks that all wait are seen at once, and what does not end is stopped long before by the
 # check's own clock, which counts what is computed: on a busy machine a sound rank may be late.
@@ -18,6 +20,24 @@ PATIENCE = 600
 def world_of(n: int | Mesh) -> world.World:
     """The world that all checks share; its ledger and trace are of its last run."""
     return world.World(n, engine="threads", timeout=PATIENCE)
+
+
+class Remembered(Generic[T]):
+    """Runs of an attempt, each of which several properties ask for: kept until `cache_clear()`, by
+    the attempt itself, which need not be hashable."""
+
+    def __init__(self, run: Callable[..., T]) -> None:
+        self.run = run
+        self.kept: dict[tuple, tuple[Callable, T]] = {}
+
+    def __call__(self, attempt: Callable, *given: Any) -> T:
+        key = (id(attempt), *given)
+        if key not in self.kept:
+            self.kept[key] = attempt, self.run(attempt, *given)  # it lives on, and its id with it
+        return self.kept[key][1]
+
+    def cache_clear(self) -> None:
+        self.kept.clear()
 
 
 def count(n: int) -> str:

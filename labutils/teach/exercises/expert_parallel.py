@@ -519,7 +519,7 @@ def _results(attempt: Callable, alpha: float) -> list[tuple[float, dict[str, Ten
     return _ranks.run(_MESH, f"4 ranks, ep=2, α={alpha}", program, _SAME)
 
 
-_after = functools.lru_cache(maxsize=2)(_results)  # of an attempt; all properties ask for it
+_after = _ranks.Remembered(_results)  # of an attempt; all properties ask for it
 
 
 @functools.cache

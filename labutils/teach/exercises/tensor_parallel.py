@@ -1,7 +1,6 @@
 """Split a feed-forward layer, take a loss from a share of the logits, and repair a layer of
 sequence parallelism whose outputs are right."""
 
-import functools
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -190,7 +189,7 @@ class _Seen:
         return whole.chunk(self.n, dims[name])[i] if name in dims else whole
 
 
-@functools.lru_cache(maxsize=8)
+@_ranks.Remembered
 def _seen(attempt: Callable, n: int, normed: bool) -> _Seen:
     """One run that all properties of a check ask for; the first of them forgets older ones."""
     return _Seen(attempt, n, normed)
