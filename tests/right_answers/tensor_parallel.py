@@ -212,7 +212,8 @@ def _beside(logits, targets, comm):
         at_target = comm.all_reduce((logits * right).sum(-1))
         loss = (most + sums.log() - at_target).mean()
         again = comm.all_reduce(logits.amax(-1), "max")
-        shares = (logits - again[:, None]).exp() / sums[:, None]
+        shares = (logits - again[:, None]).exp()
+        shares /= comm.all_reduce(shares.sum(-1))[:, None]
     slope = ((shares - right) * logits).sum() / len(targets)
     return loss + slope - slope.detach()
 
