@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import linecache
 import os
 import signal
@@ -143,6 +144,44 @@ def test_what_torch_cannot_do_is_an_attempt(doubling):
 def test_an_exception_is_part_of_the_report_and_shows_the_learners_line(doubling):
     report = check.check("demo/double", lambda n: n / 0)
     assert "ZeroDivisionError" in str(report) and "n / 0" in str(report)
+
+
+def test_gradients_are_on_in_a_check_whatever_the_session_has_switched_off():
+    exercise = exercises.find("lora/adapter")
+    with torch.no_grad():
+        assert check.check(exercise.id, exercise.reference).passed
+        assert not torch.is_grad_enabled()
+    with torch.inference_mode():
+        assert check.check(exercise.id, exercise.reference).passed
+
+
+def test_a_check_makes_its_tensors_on_the_cpu_whatever_the_sessions_device():
+    torch.set_default_device("meta")
+    try:
+        for name in ("lora/adapter", "quantization/groups", "scaling/bug-hunt"):
+            assert check.check(name, exercises.find(name).reference).passed, name
+        assert torch.ones(1).is_meta
+    finally:
+        torch.set_default_device(None)
+
+
+def test_gradients_that_an_attempt_switches_off_are_on_again_behind_it(doubling):
+    def attempt(n):
+        torch.set_grad_enabled(False)
+        return 2 * n
+
+    assert check.check("demo/double", attempt).passed and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("attempt", [lambda *args, **kwargs: torch.zeros(3), lambda: 4])
+def test_what_a_check_cannot_work_with_is_not_told_as_an_error_of_the_learners_code(attempt):
+    report = str(check.check("start/tokens-per-step", attempt))
+    assert "with your answer the check meets" in report and "your code raised" not in report
+
+
+def test_a_line_of_pythons_own_library_is_not_told_as_the_learners(doubling):
+    report = str(check.check("demo/double", lambda n: functools.reduce(max, json.loads("[1, x]"))))
+    assert "JSONDecodeError" in report and "at this line: report = str(" in report
 
 
 def test_an_attempt_that_does_not_end_is_stopped(doubling, monkeypatch):

@@ -5,7 +5,9 @@ import json
 import pathlib
 import re
 
+import numpy as np
 import pytest
+import torch
 import wrong_answers
 
 from labutils.teach import check, exercises
@@ -87,6 +89,29 @@ def test_an_untouched_stub_breaks_nothing(exercise):
     attempts = [...] + [stub] * callable(exercise.reference)
     for attempt in attempts:
         assert not check.check(exercise.id, attempt).attempted
+
+
+THINGS = [0, "text", (), (0, 0), (None, None), (torch.zeros(2), None), (0, 0, 0), {}]
+THINGS += [torch.zeros(()), torch.zeros(3), np.zeros(2), len]
+
+
+@pytest.mark.parametrize("exercise", ALL.values(), ids=ALL)
+def test_what_an_answer_returns_is_never_told_as_an_error_in_its_code(exercise):
+    for thing in THINGS:
+
+        def answer(*args, thing=thing, **kwargs):
+            return thing
+
+        class Answer:
+            def __init__(self, *args, **kwargs):
+                pass
+
+            advance = step = cast = loss = answer
+
+        for attempt in (answer, Answer):
+            report = str(check.check(exercise.id, attempt))
+            assert "your code raised" not in report, report
+            assert "exercises/" not in report, report
 
 
 @pytest.mark.parametrize("exercise", ALL.values(), ids=ALL)

@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 import sys
+import sysconfig
 import textwrap
 import traceback
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ Status = Literal["passed", "failed", "not reached"]
 _MARKS = {"passed": "✓", "failed": "✗", "not reached": "–"}
 _COLORS = {"passed": "#1A7F4B", "failed": "#B3261E", "not reached": "#6B7280"}
 _STYLE = "border-left:4px solid {edge};padding:4px 12px;white-space:pre-wrap"
+_PYTHON = sysconfig.get_path("stdlib").replace("\\", "/") + "/"
 SECONDS = 10
 """What one property of an attempt may compute; that of a reference takes one or two."""
 
@@ -107,7 +109,8 @@ def check(exercise_id: str, attempt: Any) -> Report:
     What it prints comes before the report, a flood of it shortened. What is drawn afterwards is
     what would have been drawn without a check.
     """
-    exercise = exercises.find(exercise_id)
+    with _as_in_a_new_session():
+        exercise = exercises.find(exercise_id)
     if attempt is ... or attempt is None:
         return Report(exercise, ())
     if exercise.untouched and exercises.digest(attempt) == exercise.untouched:
@@ -139,7 +142,7 @@ def _verdicts(exercise: exercises.Exercise, attempt: Any) -> tuple[Verdict, ...]
 def _verdict(prop: exercises.Property, attempt: Any) -> Verdict | None:
     """How one property comes out; None where a stub says that it is none yet."""
     try:
-        with torch.random.fork_rng(devices=[]), _clock.limit(SECONDS):
+        with _as_in_a_new_session(), torch.random.fork_rng(devices=[]), _clock.limit(SECONDS):
             return Verdict(prop.name, "passed", prop.test(attempt) or "")
     except exercises.Failed as failure:
         seen, why = str(failure), failure.hint
@@ -154,7 +157,20 @@ def _verdict(prop: exercises.Property, attempt: Any) -> Verdict | None:
         if any(empty) and exercises.is_stub(attempt):
             return None
         seen, why = f"your code raised {type(error).__name__}: {error}", _where(error)
+        if not any(map(_is_own, _frames(error))):
+            seen = f"with your answer the check meets {type(error).__name__}: {error}"
+            why = "Does it take, have and return what the exercise asks for?"
     return Verdict(prop.name, "failed", _cut(seen), _cut(why))
+
+
+@contextlib.contextmanager
+def _as_in_a_new_session() -> Iterator[None]:
+    """Gradients are on, and tensors are made on the CPU, whatever the session, or an attempt
+    before, has set."""
+    elsewhere = torch.get_default_device().type != "cpu"
+    place = torch.device("cpu") if elsewhere else contextlib.nullcontext()
+    with place, torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def _cut(text: str, most: int = 2000) -> str:
@@ -176,14 +192,25 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _where(error: BaseException) -> str:
-    """The innermost line that is neither this package's nor an installed one: the learner's own."""
-    package = exercises.__name__.partition(".")[0]
+def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
+    """Where it happened, the innermost first."""
     for cause in list(_causes(error))[::-1]:
-        for frame in reversed(traceback.extract_tb(cause.__traceback__)):
-            path = frame.filename.replace("\\", "/")
-            if f"/{package}/" not in path and "/site-packages/" not in path and frame.line:
-                return f"It happened in {frame.name}, at this line: {frame.line}"
+        yield from reversed(traceback.extract_tb(cause.__traceback__))
+
+
+def _is_own(frame: traceback.FrameSummary) -> bool:
+    """Whether a line is neither this package's, nor an installed one, nor Python's: the
+    learner's own."""
+    package, path = exercises.__name__.partition(".")[0], frame.filename.replace("\\", "/")
+    others = f"/{package}/", "/site-packages/", "<frozen ", _PYTHON
+    return not any(other in path for other in others)
+
+
+def _where(error: BaseException) -> str:
+    """The learner's innermost line."""
+    for frame in _frames(error):
+        if _is_own(frame) and frame.line:
+            return f"It happened in {frame.name}, at this line: {frame.line}"
     return ""
 
 

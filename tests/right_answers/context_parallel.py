@@ -104,6 +104,25 @@ def _two_buffers(q, k, v, whole, comm, attend):
     return out, lse
 
 
+def _two_halves(q, k, v, whole, comm, attend):
+    """One tensor has room for two sets: one half is sent, and the next set comes into the other."""
+    n, i = comm.size, comm.rank
+    room, kv = torch.empty(2, 2, *k.shape, dtype=k.dtype), torch.stack((k, v))
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+    for step in range(n):
+        works = ()
+        if step < n - 1:
+            works = comm.isend(kv, (i + 1) % n), comm.irecv(room[step % 2], (i - 1) % n)
+        for tile in whole.tiles(i, (i - step) % n):
+            at = slice(None), slice(None), tile.rows
+            found = attend(q[at], *(each[:, :, tile.columns] for each in kv), tile.offset)
+            out[at], lse[at] = flash.merge(out[at], lse[at], *found)
+        for work in works:
+            work.wait()
+        kv = room[step % 2]
+    return out, lse
+
+
 def _other_way(q, k, v, whole, comm, attend):
     """Keys go to the rank before."""
     n, i = comm.size, comm.rank
@@ -360,6 +379,7 @@ RIGHT = {
         "rescaled by hand in NumPy, as a list": _numpy,
         "merged at the end": _merged_at_the_end,
         "two buffers": _two_buffers,
+        "two halves of a buffer": _two_halves,
         "the other way": _other_way,
         "query by query": _by_query,
         "each to each": _each_to_each,

@@ -1,5 +1,7 @@
 """Right answers to the exercises of `expert_parallel`, in other styles than the reference."""
 
+import dataclasses
+
 import torch
 
 from labutils import expert_parallel
@@ -73,6 +75,16 @@ def _token_by_token(logits, k, score, bias):
 
     chosen, weights = zip(*map(one, logits), strict=True)
     return torch.stack(chosen), torch.stack(weights)
+
+
+def _in_single(logits, k, score, bias):
+    """Scores in fp32 whatever the logits are in, as in Hugging Face's Mixtral."""
+    scores = torch.sigmoid(logits.float())
+    if score == "softmax":
+        scores = torch.nn.functional.softmax(logits, dim=-1, dtype=torch.float)
+    chosen = torch.topk(scores + bias, k, dim=-1, sorted=False)[1]
+    weights = scores.gather(1, chosen)
+    return chosen, weights / weights.sum(dim=-1, keepdim=True)
 
 
 # ── travel ───────────────────────────────────────────────────────────────────────────────────────
@@ -202,6 +214,25 @@ def _numbered(x, chosen, weights, experts, comm):
     return torch.zeros_like(x).index_add(0, order // k, home)
 
 
+def _rows_with_labels(x, chosen, weights, experts, comm):
+    """Expert, token and weight travel with each row, and it comes back weighed, with its token."""
+    k, mine, n = chosen.shape[1], len(experts), comm.size
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    there = (flat // mine).bincount(minlength=n)
+    back = comm.all_to_all(there)
+    labels = torch.stack([flat[order].to(x), (order // k).to(x), weights.flatten()[order]], 1)
+    sizes = there.tolist(), back.tolist()
+    came = comm.all_to_all(torch.cat([x[order // k], labels], 1), *sizes)
+    rows, done = came[:, :-3], torch.zeros_like(came[:, :-2])
+    for i, expert in enumerate(experts):
+        here = came[:, -3] == comm.rank * mine + i
+        done[here, :-1] = expert(rows[here]) * came[here, -1:]
+    done[:, -1] = came[:, -2]
+    home = comm.all_to_all(done, *sizes[::-1])
+    return torch.zeros_like(x).index_add(0, home[:, -1].long(), home[:, :-1])
+
+
 # ── bug hunt ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -299,6 +330,22 @@ def _by_identity(model, tokens, dp, edp, alpha):
     return loss.detach()
 
 
+
+@dataclasses.dataclass
+class _Settings:
+    """An object that can be called, and, as it can be compared, has no hash."""
+
+    experts: str = ".experts."
+
+    def __call__(self, model, tokens, dp, edp, alpha):
+        loss = model.loss(tokens, tokens) + alpha * expert_parallel.auxiliary_loss(model)
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            comm = edp if self.experts in name else dp
+            parameter.grad = comm.all_reduce(parameter.grad) / comm.size
+        return loss
+
+
 RIGHT = {
     "expert_parallel/route": {
         "a mask": _masked,
@@ -308,6 +355,7 @@ RIGHT = {
         "a tiny number added": _tiny_added,
         "one after the other": _greedy,
         "token by token": _token_by_token,
+        "scores in fp32": _in_single,
     },
     "expert_parallel/travel": {
         "expert by expert": _expert_by_expert,
@@ -317,6 +365,7 @@ RIGHT = {
         "a row to each rank once": _once_to_a_rank,
         "a trip for each place": _a_trip_for_each_place,
         "numbered": _numbered,
+        "rows with labels": _rows_with_labels,
     },
     "expert_parallel/bug-hunt": {
         "two loops": _two_loops,
@@ -326,5 +375,6 @@ RIGHT = {
         "by autograd": _autograd,
         "gathered": _gathered,
         "by identity": _by_identity,
+        "an object with settings": _Settings(),
     },
 }

@@ -156,6 +156,30 @@ class _OneProduct(_Plain):
         return F.linear(both, torch.cat([self.linear.weight, self.B], 1), self.linear.bias)
 
 
+class _MergesLater(_Plain):
+    """What merge() asks for is done by the next forward."""
+
+    wanted = False
+
+    def forward(self, x):
+        if self.wanted:
+            super().merge()
+        return super().forward(x)
+
+    def merge(self):
+        self.wanted = True
+
+    def unmerge(self):
+        self.wanted = False
+        super().unmerge()
+
+
+def _in_an_array(linears, rank, itemsize):
+    trained = sum(rank * sum(each.weight.shape) for each in linears)
+    frozen = sum(p.numel() for each in linears for p in each.parameters())
+    return np.array([trained, itemsize * frozen + 16 * trained])
+
+
 def _tensors(linears, rank, itemsize):
     """0-d tensors."""
     sizes = torch.tensor([[each.in_features, each.out_features] for each in linears])
@@ -206,6 +230,11 @@ RIGHT = {
         "NumPy, in a list": _numpy,
         "floats, of tensors": _built,
         "0-d tensors": _tensors,
+        "an array": _in_an_array,
+        "a tensor": lambda *args: torch.stack(_tensors(*args)),
+        "values of a dict": lambda *args: dict(
+            zip(("trained", "bytes"), _tensors(*args), strict=True)
+        ).values(),
     },
-    "lora/bug-hunt": _LAYERS,
+    "lora/bug-hunt": _LAYERS | {"merges later": _MergesLater},
 }

@@ -263,6 +263,17 @@ def _swapped(rank, p, m, chunks):
     return ops + [f"B{n}@{t}" for t, n in back[len(jobs) - warm :]]
 
 
+def _zeros_first(weights, inputs, dy):
+    """Room for the sums is made in B, and filled by W."""
+    owed = []
+    for x, weight in zip(reversed(inputs), reversed(weights), strict=True):
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        owed.append(functools.partial(weight.grad.addmm_, dy.mT, x))
+        dy = dy @ weight
+    return dy, lambda: [pay() for pay in owed]
+
+
 RIGHT = {
     "pipeline/one-f-one-b": {
         "a generator": _generator,
@@ -295,5 +306,6 @@ RIGHT = {
         "zip": _zipped,
         "default arguments": _defaults,
         "copies": _copies,
+        "zeros first": _zeros_first,
     },
 }

@@ -175,6 +175,24 @@ def _logarithms(work, seconds, usual, unsure):
     return usual * np.exp(x)
 
 
+def _by_gradients(work, seconds, usual, unsure):
+    """L-BFGS on the sum of squares; the answer still has its history."""
+    rows = np.vstack([work * usual / seconds[:, None] / 0.025, np.diag(1 / unsure)])
+    told = torch.tensor(np.r_[np.full(len(seconds), 40.0), 1 / unsure])
+    rows, x = torch.tensor(rows), torch.ones(5, dtype=torch.float64, requires_grad=True)
+    options = dict(max_iter=500, tolerance_grad=1e-12, tolerance_change=1e-14)
+    optimizer = torch.optim.LBFGS([x], line_search_fn="strong_wolfe", **options)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (rows @ x - told).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return x * torch.tensor(usual)
+
+
 BY_HAND = {
     "llama-3.1-8b": Plan(dp=2, cp=16, micro_batches=32, zero=3),
     "llama-3.1-70b": Plan(dp=128, tp=2, cp=2, micro_batches=4, zero=3),
@@ -272,6 +290,7 @@ RIGHT = {
         "row by row": _row_by_row,
         "as they are": _as_they_are,
         "in logarithms": _logarithms,
+        "by gradients": _by_gradients,
     },
     "planner/exam": {
         "by hand": _by_hand,

@@ -1,5 +1,8 @@
 """Right answers to the exercises of `tensor_parallel`, in other styles than the reference."""
 
+import dataclasses
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -37,6 +40,18 @@ def _functions(x, up, down, comm):
     return _G.apply(inner @ down.weight[:, mine].T, comm) + down.bias
 
 
+@dataclasses.dataclass
+class _Settings:
+    """An object that can be called, and, as it can be compared, has no hash."""
+
+    act: Callable = F.gelu
+
+    def __call__(self, x, up, down, comm):
+        weight, bias = (p.chunk(comm.size)[comm.rank] for p in (up.weight, up.bias))
+        inner = self.act(F.linear(_F.apply(x, comm), weight, bias))
+        return _G.apply(inner @ down.weight.chunk(comm.size, 1)[comm.rank].T, comm) + down.bias
+
+
 def _hooks(x, up, down, comm):
     """A hook for f; for g a sum whose history is the part's own."""
     x = x.view_as(x)
@@ -61,6 +76,28 @@ def _sums_of_columns(x, up, down, comm):
     w2 = down.weight.T.tensor_split(comm.size)[comm.rank]
     inner = F.gelu(tensor_parallel.copy_to(x, comm).matmul(w1.mT).add(b1))
     return torch.add(tensor_parallel.reduce_from(inner.matmul(w2), comm), down.bias)
+
+
+def _written_out(x, up, down, comm):
+    """GELU by its formula, each term kept for the backward pass."""
+    f_t = up.out_features // comm.size
+    weight, bias = (p.narrow(0, comm.rank * f_t, f_t) for p in (up.weight, up.bias))
+    z = torch.addmm(bias, _F.apply(x, comm).reshape(-1, x.shape[-1]), weight.t())
+    inner = 0.5 * z * (1 + torch.erf(z / 2**0.5))
+    part = inner @ down.weight.narrow(1, comm.rank * f_t, f_t).t()
+    return (_G.apply(part, comm) + down.bias).view_as(x)
+
+
+def _computed_again(x, up, down, comm):
+    """Its share of the layer is a checkpoint: nothing is kept between the two products."""
+
+    def share(x):
+        weight, bias = up.weight.chunk(comm.size)[comm.rank], up.bias.chunk(comm.size)[comm.rank]
+        inner = F.gelu(F.linear(x, weight, bias))
+        return F.linear(inner, down.weight.chunk(comm.size, 1)[comm.rank])
+
+    part = torch.utils.checkpoint.checkpoint(share, _F.apply(x, comm), use_reentrant=False)
+    return _G.apply(part, comm) + down.bias
 
 
 def _bias_in_the_sum(x, up, down, comm):
@@ -164,19 +201,40 @@ def _one_sum(x, norm, up, down, comm):
     return torch.stack([x, tensor_parallel.scatter_to(y @ down.weight.mT, comm)]).sum(0) + last
 
 
+
+def _beside(logits, targets, comm):
+    """The loss has no history; softmax − 1 does, as factors of the logits."""
+    with torch.no_grad():
+        most = comm.all_reduce(logits.amax(-1), "max")
+        sums = comm.all_reduce((logits - most[:, None]).exp().sum(-1))
+        words = comm.rank * logits.shape[1] + torch.arange(logits.shape[1])
+        right = (targets[:, None] == words).to(logits)
+        at_target = comm.all_reduce((logits * right).sum(-1))
+        loss = (most + sums.log() - at_target).mean()
+        again = comm.all_reduce(logits.amax(-1), "max")
+        shares = (logits - again[:, None]).exp()
+        shares /= comm.all_reduce(shares.sum(-1))[:, None]
+    slope = ((shares - right) * logits).sum() / len(targets)
+    return loss + slope - slope.detach()
+
+
 RIGHT = {
     "tensor_parallel/feed-forward": {
         "autograd Functions": _functions,
         "hooks": _hooks,
+        "an object with settings": _Settings(),
         "every n-th column": _strided,
         "sums of columns": _sums_of_columns,
         "the bias in the sum": _bias_in_the_sum,
+        "GELU written out": _written_out,
+        "computed again": _computed_again,
     },
     "tensor_parallel/cross-entropy": {
         "an autograd Function": _Loss.apply,
         "in two levels": _two_levels,
         "stacked": _stacked,
         "a row at a time": _a_row_at_a_time,
+        "a loss beside its gradient": _beside,
     },
     "tensor_parallel/bug-hunt": {
         "functional": _functional,

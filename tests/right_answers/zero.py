@@ -1,5 +1,7 @@
 """Right answers to the exercises of `zero`, written in other styles than the reference."""
 
+import collections
+import functools
 import itertools
 
 import numpy as np
@@ -48,6 +50,89 @@ def _of_closures(w, comm, make):
             w.data[:] = comm.all_gather(mine.detach())[: len(w)]
 
     return Closure()
+
+
+def _one_step(w, comm, mine, inner):
+    padded = nn.functional.pad(w.grad, (0, len(mine) * comm.size - len(w)))
+    mine.grad = comm.reduce_scatter(padded) / comm.size
+    inner.step()
+    w.data.copy_(comm.all_gather(mine.detach())[: len(w)])
+
+
+def _mine(w, comm):
+    dealt = zero.partition(w.numel(), comm.size)
+    padded = nn.functional.pad(w.detach(), (0, dealt.padding))
+    return nn.Parameter(padded.split(dealt.share)[comm.rank].clone())
+
+
+class _InSlots:
+    __slots__ = ("comm", "inner", "mine", "w")
+
+    def __init__(self, w, comm, make):
+        self.w, self.comm, self.mine = w, comm, _mine(w, comm)
+        self.inner = make([self.mine])
+
+    def step(self):
+        _one_step(self.w, self.comm, self.mine, self.inner)
+
+
+class _Partial:
+    """The step is a function with all its arguments."""
+
+    def __init__(self, w, comm, make):
+        mine = _mine(w, comm)
+        self.step = functools.partial(_one_step, w, comm, mine, inner=make([mine]))
+
+
+class _Suspended:
+    """A generator stands between two steps."""
+
+    def __init__(self, w, comm, make):
+        self.steps = self.run(w, comm, make)
+
+    def run(self, w, comm, make):
+        mine = _mine(w, comm)
+        inner = make([mine])
+        while True:
+            yield _one_step(w, comm, mine, inner)
+
+    def step(self):
+        next(self.steps)
+
+
+class _Queued:
+    def __init__(self, w, comm, make):
+        mine = _mine(w, comm)
+        self.parts = collections.deque([w, comm, mine, make([mine])])
+
+    def step(self):
+        _one_step(*self.parts)
+
+
+class _Bound:
+    """Another object's method."""
+
+    def __init__(self, w, comm, make):
+        self.step = _InSlots(w, comm, make).step
+
+
+class _Places:
+    """This rank's elements by their places in w, which it keeps."""
+
+    def __init__(self, w, comm, make):
+        self.w, self.comm, share = w, comm, -(-len(w) // comm.size)
+        self.places = torch.arange(len(w))[comm.rank * share :][:share].clone()
+        self.rest = share - len(self.places)
+        self.mine = nn.Parameter(w.detach()[self.places])
+        self.inner = make([self.mine])
+
+    def step(self):
+        rest = (0, (len(self.mine) + self.rest) * self.comm.size - len(self.w))
+        gradient = self.comm.reduce_scatter(nn.functional.pad(self.w.grad, rest))
+        self.mine.grad = gradient[: len(self.mine)] / self.comm.size
+        self.inner.step()
+        new = self.comm.all_gather(nn.functional.pad(self.mine.detach(), (0, self.rest)))
+        self.w.data[:] = new[: len(self.w)]
 
 
 class _ByAllToAll:
@@ -310,6 +395,12 @@ RIGHT = {
         "differences": _Differences,
         "a function with closures": _of_closures,
         "all-to-all and a mean": _ByAllToAll,
+        "in slots": _InSlots,
+        "a partial": _Partial,
+        "a generator": _Suspended,
+        "a deque": _Queued,
+        "a bound method": _Bound,
+        "places kept": _Places,
     },
     "zero/schedule": {
         "as hooks would": _by_hooks,

@@ -143,6 +143,43 @@ def _over_the_queries(q, k, v, whole, comm, attend):
     return q.copy_(out), lse
 
 
+def _room_for_all(q, k, v, whole, comm, attend):
+    """One tensor, in which the keys of all ranks stand in the end."""
+    n, i = comm.size, comm.rank
+    room = torch.empty(n, 2, *k.shape, dtype=k.dtype)
+    room[0] = torch.stack((k, v))
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -torch.inf)
+    for step in range(n):
+        works = ()
+        if step < n - 1:
+            works = comm.isend(room[step], (i + 1) % n), comm.irecv(room[step + 1], (i - 1) % n)
+        for tile in whole.tiles(i, (i - step) % n):
+            at, c = tile.rows, tile.columns
+            found = attend(q[:, :, at], *room[step][:, :, :, c], tile.offset)
+            out[:, :, at], lse[:, :, at] = flash.merge(out[:, :, at], lse[:, :, at], *found)
+        for work in works:
+            work.wait()
+    return out, lse
+
+
+def _never_waits(q, k, v, whole, comm, attend):
+    n, i = comm.size, comm.rank
+    out, lse, kv = torch.zeros_like(q), torch.full_like(q[..., 0], -torch.inf), torch.stack((k, v))
+    for step in range(n):
+        if step < n - 1:
+            following = torch.zeros_like(kv)
+            going = comm.isend(kv, (i + 1) % n)
+            comm.irecv(following, (i - 1) % n)
+        for tile in whole.tiles(i, (i - step) % n):
+            at, c = tile.rows, tile.columns
+            found = attend(q[:, :, at], *kv[:, :, :, c], tile.offset)
+            out[:, :, at], lse[:, :, at] = flash.merge(out[:, :, at], lse[:, :, at], *found)
+        if step < n - 1:
+            going.wait()
+            kv = following
+    return out, lse
+
+
 def _recursive(q, k, v, whole, comm, attend, step=0, so_far=None):
     """Each call calls the next, and all keep their keys until the last returns."""
     n, i = comm.size, comm.rank
@@ -473,6 +510,25 @@ class _Rolled(_Model):
         return super().loss(tokens, targets.roll(-1, 1))
 
 
+class _Everywhere:
+    """No ring and no places: every rank computes all tokens, and takes the losses of its own."""
+
+    def __init__(self, model, comm):
+        self.model, self.comm = model, comm
+
+    def loss(self, tokens, targets):
+        whole = context_parallel.layout(tokens.shape[1], self.comm.size, "zigzag")
+        logits, right = (whole.split(x, self.comm.rank) for x in (self.model(tokens), targets))
+        total = F.cross_entropy(logits.flatten(0, 1), right.flatten(), reduction="sum")
+        return self.comm.size * total / (targets != -100).sum()
+
+
+class _NoHistory(_Everywhere):
+    def loss(self, tokens, targets):
+        loss = super().loss(tokens, targets)
+        return self.comm.all_reduce(loss.detach().view(1))[0] / self.comm.size + 0 * loss
+
+
 WRONG = {
     "context_parallel/ring": (
         Wrong(
@@ -530,6 +586,12 @@ WRONG = {
         Wrong("received into its own keys", _into_its_own, "contiguous", "into tensors of your own"),
         Wrong("outputs over queries", _over_the_queries, "contiguous", "this rank's own"),
         Wrong("plain exponentials", _plain_exponentials, "contiguous", "overflows"),
+        Wrong("room for all", _room_for_all, "bytes sent", "are two sets"),
+        Wrong("never waits", _never_waits, "contiguous", "until wait()"),
+        Wrong("lse first", lambda *given: context_parallel.ring(*given)[::-1], "contiguous",
+              "return (out, lse)"),
+        Wrong("outputs alone", lambda *given: context_parallel.ring(*given)[0], "contiguous",
+              "Return two tensors"),
         Wrong("recursive", _recursive, "bytes sent", "are two sets"),
         Wrong(
             "waits, then computes",
@@ -568,6 +630,8 @@ WRONG = {
             "every token weighs alike",
             "N times as large",
         ),
+        Wrong("all tokens on every rank", _Everywhere, "who sees whom", "its own are 6"),
+        Wrong("a loss without a history", _NoHistory, "one rank", "has no history"),
         Wrong("positions of the first length", _OfFirstLength, "positions", "own position"),
         Wrong("the first block alone", _FirstBlock, "positions", "not every block"),
         Wrong("tokens dealt otherwise", _Dealt, "who sees whom", "zig-zag"),

@@ -1,6 +1,7 @@
 """Wrong answers to the exercises of `expert_parallel`."""
 
 import functools
+import math
 
 import torch
 
@@ -356,6 +357,49 @@ def _over_tokens(logits, k, score, bias):
     return chosen, _of_one(scores.gather(1, chosen))
 
 
+def _sorted_experts(logits, k, score, bias):
+    """Experts in the order of their numbers, weights in that of the scores."""
+    chosen, weights = _weighed_by(lambda s, c, k: _of_one(s.gather(1, c)))(logits, k, score, bias)
+    return chosen.sort(-1).values, weights
+
+
+def _in_half(logits, k, score, bias):
+    weigh = _weighed_by(lambda s, c, k: _of_one(s.gather(1, c).bfloat16()))
+    return weigh(logits, k, score, bias)
+
+
+def _shifts_the_logits(logits, k, score, bias):
+    """The largest logit taken off, against an overflow, where it stands."""
+    with torch.no_grad():
+        logits -= logits.amax(-1, keepdim=True)
+    return _weighed_by(lambda s, c, k: _of_one(s.gather(1, c)))(logits, k, score, bias)
+
+
+def _misspelt(logits, k, score, bias):
+    """An error in the learner's own line, which is no matter of what is returned."""
+    return (logits + bias).topk(k, keepdim=True).indices, logits
+
+
+def _drops(x, chosen, weights, experts, comm):
+    """A capacity of 1.25 times the mean, as in the Switch Transformer."""
+    most = math.ceil(1.25 * chosen.numel() / (comm.size * len(experts)))
+    before = torch.nn.functional.one_hot(chosen.flatten()).cumsum(0)
+    place = before.gather(1, chosen.reshape(-1, 1)).view_as(chosen)
+    return _whole_trip(x, chosen, weights * (place <= most), experts, comm)
+
+
+def _zeros_alone(x, chosen, weights, experts, comm):
+    """Added up in fp32, which torch.zeros has unless told otherwise."""
+    out = torch.zeros(x.shape)
+    for row, result in zip(out, _whole_trip(x, chosen, weights, experts, comm), strict=True):
+        row += result
+    return out
+
+
+def _without_return(*args):
+    _step(*args, experts="edp")
+
+
 def _other_weights(weigh):
     def attempt(x, chosen, weights, experts, comm):
         return _whole_trip(x, chosen, weigh(weights), experts, comm)
@@ -473,6 +517,11 @@ WRONG = {
         Wrong("much added", _weighed_by(_much_added), "weights add up to 1", "by their"),
         Wrong("set to 0, again the best", _set_to_zero, "the bias only chooses", "use topk"),
         Wrong("over the tokens", _over_tokens, "the best k", "the k highest"),
+        Wrong("weights in bf16", _in_half, "weights add up to 1", "in fp32 at least"),
+        Wrong("sorted experts, unsorted weights", _sorted_experts, "weights add up to 1",
+              "at other experts"),
+        Wrong("logits in place", _shifts_the_logits, "the best k", "belongs to the caller"),
+        Wrong("a misspelt argument", _misspelt, "the best k", "It happened in _misspelt"),
         Wrong("detached", _slip("detached"), "the router learns", "through the weights alone"),
         Wrong("by way of numbers", _slip("numbers"), "the router learns", "tolist"),
         Wrong(
@@ -532,10 +581,13 @@ WRONG = {
               "one rank", "weights or places"),
         Wrong("idle experts passed over", _skips_the_idle, "an idle rank", "non-empty list"),
         Wrong("an idle rank leaves", _leaves_early, "an idle rank", "equally often"),
+        Wrong("a capacity", _drops, "every token in its place", "left out"),
+        Wrong("torch.zeros", _zeros_alone, "one rank", "zeros_like"),
         Wrong("into x", _into_x, "one rank", "tensors of your own"),
         Wrong("room for everybody", _trip("padded"), "bytes sent", "padded"),
     ),
     "expert_parallel/bug-hunt": (
+        Wrong("no return", _without_return, "the loss", "Return the loss"),
         Wrong("the last layer alone", _later(last=True), "balance", "router of layer 0"),
         Wrong("P of the chosen", _later(chosen=True), "the loss", "α·E·Σ f·P"),
         Wrong("a mean over layers", _later(mean=True), "the loss", "of each layer"),

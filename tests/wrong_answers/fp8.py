@@ -441,6 +441,24 @@ class _OnlyShrinks(_delayed()):
         self.scale = min(old, self.scale)
 
 
+class _SeenForEver(_Zeros):
+    """What was seen in a step is seen in all later ones."""
+
+    def advance(self):
+        seen = self.seen
+        super().advance()
+        self.seen = seen
+
+
+class _MeanOfTwo(_Zeros):
+    """Half of the way to what was seen."""
+
+    def advance(self):
+        if self.history:
+            self.seen = (self.history[-1] + self.seen) / 2
+        super().advance()
+
+
 WRONG = {
     "fp8/cast": (
         Wrong("the inverse forgotten", _slip(inverse="forgotten"), "back again", "forgotten"),
@@ -491,7 +509,7 @@ WRONG = {
         Wrong("tiles of 256", _long, "values", ""),
         Wrong("pairs of rows", _products(x=(2, 128), grad=(2, 128)), "values", ""),
         Wrong("the weights themselves", _weights_left, "values", ""),
-        Wrong("results in bf16", _in_bf16, "values", ""),
+        Wrong("results in bf16", _in_bf16, "values", "leave what `product` returns"),
         Wrong("rounded twice", _from_codes, "values", "Rounded twice"),
     ),
     "fp8/bug-hunt": (
@@ -508,9 +526,9 @@ WRONG = {
         Wrong("zeros reset", _ZerosReset, "zeros", "holds other numbers"),
         Wrong("the first number", _delayed(first=True), "a steady tensor", "largest number"),
         Wrong("448 for any format", _delayed(e4m3=True), "a steady tensor", "57344"),
-        Wrong("the mean", _mean_amax(_delayed()), "a jump is learned", ""),
+        Wrong("the mean", _mean_amax(_delayed()), "a jump is learned", "no mean"),
         Wrong("a margin", _margin(_delayed()), "a steady tensor", "largest number to 448"),
-        Wrong("another inverse", _delayed(new_inverse=True), "a steady tensor", "Before"),
+        Wrong("another inverse", _delayed(new_inverse=True), "a steady tensor", "made with"),
         Wrong("not clipped", _Unclipped, "one step late", "to infinity"),
         Wrong("never forgets", _NeverForgets, "the history advances", "oldest goes out"),
         Wrong("one step more", _OneMore, "the history advances", "oldest goes out"),
@@ -523,6 +541,8 @@ WRONG = {
         Wrong("zeros empty it", _Emptied, "zeros", "comes from them"),
         Wrong("micro-batches as steps", _MicroSteps, "micro-batches", "adds one number"),
         Wrong("overwrites", _Overwrites, "a steady tensor", "a copy"),
+        Wrong("the mean of two", _MeanOfTwo, "a jump is learned", "no mean"),
+        Wrong("seen for ever", _SeenForEver, "the history advances", "begins at 0"),
         Wrong("only shrinks", _OnlyShrinks, "the history advances", "oldest goes out"),
     ),
 }  # fmt: skip

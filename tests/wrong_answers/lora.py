@@ -27,7 +27,7 @@ class _Slips(nn.Module):
         self.B = nn.Parameter(values[b](linear.out_features, rank))
         factors = {
             "both": alpha / rank, "none": 1.0, "alpha": alpha, "rank": 1 / rank,
-            "root": alpha / math.sqrt(rank), "upside down": rank / alpha,
+            "root": alpha / math.sqrt(rank), "upside down": rank / alpha, "//": alpha // rank,
         }  # fmt: skip
         self.scale, self.kept, self.once, self.early = factors[scale], kept, once, early
         self.added, self.merged, self.original = added, False, None
@@ -294,6 +294,35 @@ class _LosesTheBias(_Slips):
         return super().forward(x)
 
 
+class _MergedInEval(_Slips):
+    def forward(self, x):
+        if self.merged and not self.training:
+            return self.linear(x)
+        return self.linear(x) + self.scale * (x @ self.A.T @ self.B.T)
+
+
+class _KeptInHalf(_Slips):
+    @torch.no_grad()
+    def merge(self):
+        if not self.merged:
+            super().merge()
+            self.original = self.original.half()
+
+
+class _WithHistory(_Slips):
+    """merge() outside of no_grad."""
+
+    def merge(self):
+        if not self.merged:
+            self.original = self.linear.weight.clone()
+            self.linear.weight.copy_(self.original + self.scale * self.B @ self.A)
+            self.merged = True
+
+    def unmerge(self):
+        if self.merged:
+            super().unmerge()
+
+
 def _slips(**slips):
     return functools.partial(_Slips, **slips)
 
@@ -330,6 +359,7 @@ WRONG = {
         Wrong("α alone", _slips(scale="alpha"), "the factor α/r", "1/r is not"),
         Wrong("1/r alone", _slips(scale="rank"), "the factor α/r", "α is not"),
         Wrong("α/√r", _slips(scale="root"), "the factor α/r", "rank-stabilized"),
+        Wrong("α // r", _slips(scale="//"), "the factor α/r", "cuts the fraction off"),
         Wrong("r/α", _slips(scale="upside down"), "the factor α/r", "upside down"),
         Wrong("of another input", _OfTheWeight, "the factor α/r", "first A"),
         Wrong("the base under no_grad", _NoGradBase, "the layer below", "Frozen is W"),
@@ -380,6 +410,9 @@ WRONG = {
             "merged twice",
             "in W two times",
         ),
+        Wrong("merged in eval alone", _MergedInEval, "merged, the same values", "in both modes"),
+        Wrong("kept in fp16", _KeptInHalf, "unmerged, the same bits", "rounded to float16"),
+        Wrong("with a history", _WithHistory, "trained as before", "torch.no_grad()"),
         Wrong("kept at the start", _KeptAtTheStart, "weights loaded later", "of that moment"),
         Wrong("the first update", _OldUpdate, "trained in between", "when it is merged"),
         Wrong("frozen after", _FrozenAfter, "trained as before", "to train on"),

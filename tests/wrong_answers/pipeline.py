@@ -367,8 +367,38 @@ def _last_layer_first(weights, inputs, dy):
 
 
 _LEGAL = "every operation, in a legal order"
+def _kept_late(weights, inputs, dy):
+    """A right backward pass."""
+    owed = []
+    for x, weight in zip(reversed(inputs), reversed(weights), strict=True):
+        owed.append((weight, dy, x))
+        dy = dy @ weight
+
+    def w():
+        for weight, grad, x in owed:
+            weight.grad = grad.mT @ x + (0 if weight.grad is None else weight.grad)
+
+    return dy, w
+
+
+def _into_dy(weights, inputs, dy):
+    """No memory for another gradient."""
+    return dy.copy_(dy @ weights[-1]) if len(weights) == 1 else dy, lambda: None
+
+
+def _of_a_copy(weights, inputs, dy):
+    return _kept_late([weight.clone() for weight in weights], inputs, dy)
+
+
+def _w_in_w(*args):
+    dx, w = _kept_late(*args)
+    return dx, lambda: w
+
+
 WRONG = {
     "pipeline/one-f-one-b": (
+        Wrong("numbers below 0", lambda rank, p, m: [("F", -k) for k in range(m)] + [
+            ("B", -k) for k in range(m)], "every operation, in a legal order", "from 0 to m"),
         Wrong("GPipe", _warmed(lambda rank, p, m: m), "memory", "needs no more than p − i"),
         Wrong("one forward too many", _warmed(lambda rank, p, m: p - rank), "memory", "p − 1 − i"),
         Wrong(
@@ -601,6 +631,12 @@ WRONG = {
             "what is multiplied when",
             "dy and the weight alone",
         ),
+        Wrong("dy in place", _into_dy, "one layer", "changes dy in place"),
+        Wrong("of a copy", _of_a_copy, "one layer", "not of copies"),
+        Wrong("W returns a W", _w_in_w, "one layer", "calls all that is owed"),
+        Wrong("in fp32", lambda *args: (lambda dx, w: (dx.float(), w))(*_kept_late(*args)),
+              "one layer", "in float32"),
+        Wrong("W alone", lambda *args: _kept_late(*args)[1], "one layer", "no pair"),
         Wrong("moves nothing", _moves_nothing, "what is multiplied when", "moves nothing"),
         Wrong("walks again", _walks_again, "what is multiplied when", "second walk"),
         Wrong("autograd, twice", _asks_autograd, "what is multiplied when", "B needs one product"),

@@ -256,6 +256,12 @@ def _in_words(job: planner.Job, ask: Callable) -> str:
 
 
 LONG, LAST = "8B on 32 A100, long", "8x7B on 64 H100"
+def _takes_the_head_out(plan, layers, weights, tokens, kept):
+    """Of the very dict that it was given."""
+    del weights["head"]
+    return _fullest()(plan, layers, weights | {"head": 0}, tokens, kept)
+
+
 WRONG = {
     "planner/fullest": (
         Wrong("the one of the lab", _of_the_lab, "context parallelism", "tokens / cp"),
@@ -267,6 +273,9 @@ WRONG = {
         Wrong("18 bytes everywhere", _unsharded, "one stage", "12 B shared"),
         Wrong("whole on ranks of tp", _no_sp, "one stage", "divided by tp, too"),
         Wrong("the mean", _fullest(of=_mean), "the fullest stage", "mean of the stages"),
+        Wrong("takes the head out", _takes_the_head_out, "one stage", "has both"),
+        Wrong("the last stage", _fullest(of=lambda held: held[-1]), "the fullest stage",
+              "the last stage's"),
         Wrong("GPipe's", _fullest("all"), "one stage", "as soon as it can"),
         Wrong("one micro-batch", _fullest("once"), "the fullest stage", "and not one"),
         Wrong("the first stage", _fullest("first"), "uneven stages", "may have more layers"),

@@ -150,6 +150,12 @@ def _never_negative(x, w, limit):
     return _layer(x.clamp(min=0), w, limit)
 
 
+def _by_length(x, w, limit):
+    """Rows of x of length 1, and their length again behind the product."""
+    length = x.norm(dim=1, keepdim=True)
+    return _layer(x, w, limit) / length * length
+
+
 def _six_bits(x, w, limit):
     scale = w.abs().amax(1) / 31
     codes = (x / (limit / 31)).clamp(-31, 31).round()
@@ -174,11 +180,13 @@ def _one_row(x, w, limit):
     return (_layer(x[:1], w, limit)).expand(len(x), len(w))
 
 
-def _feedback(w, H, scales, *, sign=1, eliminate=True, divide=True, inverse=True, clamp=True):
+def _feedback(
+    w, H, scales, *, sign=1, eliminate=True, divide=True, inverse=True, clamp=True, cut=torch.round
+):
     """Error feedback with slips."""
     y, M = w.clone(), torch.linalg.inv(H) if inverse else H
     for j in range(w.shape[1]):
-        code = (y[:, j] / scales[:, 0]).round()
+        code = cut(y[:, j] / scales[:, 0])
         rounded = (code.clamp(-7, 7) if clamp else code) * scales[:, 0]
         error = (y[:, j] - rounded) / (M[j, j] if divide else 1)
         y[:, j] = rounded
@@ -252,6 +260,37 @@ def _slip(function, **slips):
     return functools.partial(function, **slips)
 
 
+def _every_nth(w, bits, group):
+    n, top = w.shape[1] // group or 1, 2 ** (bits - 1) - 1
+    scales = torch.stack([w[:, i::n].abs().amax(1) for i in range(n)], 1) / top
+    return (w / scales.repeat(1, group)[:, : w.shape[1]]).round(), scales
+
+
+def _other_scales(change):
+    def attempt(w, bits, group):
+        codes, scales = _groups(w, bits, group)
+        return codes, change(scales)
+
+    return attempt
+
+
+def _largest_itself(w, bits, group):
+    codes, scales = _groups(w, bits, group)
+    return codes, scales * (2 ** (bits - 1) - 1)
+
+
+def _unsigned(w, bits, group):
+    codes, scales = _groups(w, bits, group)
+    return (codes + 2 ** (bits - 1)).to(torch.uint8), scales
+
+
+def _from_end_to_end(w, bits, group):
+    parts = w.split(group, 1)
+    each = [part.amax(1) - part.amin(1) for part in parts]
+    scales = torch.stack(each, 1) / (2**bits - 2)
+    return (w / scales.repeat_interleave(group, 1)[:, : w.shape[1]]).round(), scales
+
+
 WRONG = {
     "quantization/groups": (
         Wrong("max, not max of |w|", _slip(_groups, largest=lambda w: w), "scales", "max(w)"),
@@ -269,6 +308,11 @@ WRONG = {
         Wrong("1e-8 added", _added(1e-8), "small weights", "no group of zeros"),
         Wrong("1e-5 added", _added(1e-5), "scales", "top code"),
         Wrong("divided in place", _divided_in_place, "scales", "a copy"),
+        Wrong("every n-th column", _every_nth, "scales", "neighbors"),
+        Wrong("a dim too many", _other_scales(lambda s: s[..., None]), "scales", "too many"),
+        Wrong("from 0 to 15", _unsigned, "codes", "signed"),
+        Wrong("the largest itself", _largest_itself, "scales", "This is max|w| itself"),
+        Wrong("from the smallest to the largest", _from_end_to_end, "scales", "max|w| alone"),
         Wrong("codes by rows", _of_rows, "codes", "its own group"),
     ),
     "quantization/bug-hunt": (
@@ -285,18 +329,23 @@ WRONG = {
         Wrong("codes that are not rounded", _scaled_back_early, "integers", "round both"),
         Wrong("six bits", _six_bits, "a scale for each output channel", "code 1"),
         Wrong("the first token for all", _one_row, "a scale for each output channel", ""),
+        Wrong("over the length of a row", _by_length, "a channel of zeros", "a row of x"),
         Wrong("down to −128", _slip(_written, low=-128), "symmetric codes", "beyond the limit"),
         Wrong("limit at most", _slip(_written, own=lambda x: x.abs().max()), "integers", "limit / 127"),
         Wrong("by tokens, limit at most", _slip(_written, own=lambda x: x.abs().amax(1, keepdim=True)),
               "integers", "a row of smaller numbers"),
         Wrong("x by way of bf16", _slip(_written, by_bf16=True), "integers", "once"),
-        Wrong("w cut off", _slip(_written, cut=torch.trunc), "integers", "the nearest one"),
+        Wrong("w cut off", _slip(_written, cut=torch.trunc), "integers", "towards zero"),
         Wrong("a scale of 1e-3 at least", _slip(_written, least=1e-3), "a channel of small weights", "none of zeros"),
         Wrong("a scale of 1e-6 at least", _slip(_written, least=1e-6), "a channel of small weights", "none of zeros"),
         Wrong("1e-8 added", _slip(_written, more=1e-8), "a channel of small weights", "none of zeros"),
         Wrong("1e-6 added", _slip(_written, more=1e-6), "integers", "nothing added"),
         Wrong("made whole first", _made_whole_first, "products", "no code"),
         Wrong("a scale inside the sum", _half_way, "products", "come out of the sum"),
+        Wrong("summed in bf16", _slip(_layer, sums=torch.bfloat16), "integers", "16 bits"),
+        Wrong("summed in fp16", _slip(_layer, sums=torch.half), "sums of products", "fp16"),
+        Wrong("returned in fp16", lambda *args: _layer(*args, sums=torch.int32).half(),
+              "integers", "16 bits"),
         Wrong("clamps x in place", _clamps_x, "beyond the limit", "a copy"),
         Wrong("divides w in place", _divides_w, "a scale for each output channel", "a copy"),
         Wrong("the scale follows x", _slip(_layer, follow=True), "beyond the limit", "whatever x is"),
@@ -312,9 +361,11 @@ WRONG = {
         Wrong("in place", _in_place, "what is left alone", "clone"),
         Wrong("codes for values", _codes_alone, "on the grid", ""),
         Wrong("to the next column", _to_the_next, "values", ""),
-        Wrong("damped again", _damped, "values", "From the first column"),
-        Wrong("scales of its own", _own_scales, "on the grid", ""),
+        Wrong("damped again", _damped, "values", "Take H as it is"),
+        Wrong("scales of its own", _own_scales, "on the grid", "scales are given"),
         Wrong("clamped at last", _clamped_at_last, "values", "what column j has become"),
+        Wrong("codes cut off", _slip(_feedback, cut=torch.trunc), "values", "towards zero"),
+        Wrong("codes rounded down", _slip(_feedback, cut=torch.floor), "values", "not down"),
         Wrong("eliminated first", _eliminated_first, "values", "not handed on"),
     ),
 }  # fmt: skip

@@ -372,6 +372,34 @@ class _StepForEach(LargeBatchSGD):
         self.step_number += 1
 
 
+class _DecaysBehind(LargeBatchSGD):
+    """The weight shrinks when its step is done."""
+
+    def step(self, gradients):
+        decay, rate = self.decay, self.rate()
+        self.decay = 0.0
+        super().step(gradients)
+        self.decay = decay
+        self.w -= rate * decay * self.w
+
+
+class _MeanOfMean(LargeBatchSGD):
+    def step(self, gradients):
+        super().step([torch.stack(gradients).mean(0) / self.k] * self.k)
+
+
+def _in_place_first(gradients, b, comm):
+    """Each gradient is reduced where it stands, and then measured as if it were the rank's own."""
+    small = large = 0.0
+    for gradient in gradients:
+        comm.all_reduce(gradient, out=gradient)
+        gradient /= comm.size
+        large += gradient.square().sum()
+        small += comm.all_reduce(gradient.square().sum().view(1)) / comm.size
+    trace = (small - large) / (1 / b - 1 / (comm.size * b))
+    return (trace / (small - trace / b)).item()
+
+
 WRONG = {
     "scaling/recipe": (
         Wrong("linear for all", _recipe(power=lambda _: 1.0), "the rule", "linear rule is SGD's"),
@@ -402,7 +430,7 @@ WRONG = {
         Wrong("no warm-up", _recipe(epochs=0), "where the warm-up begins", "no warm-up"),
         Wrong("per epoch", _recipe(by_epoch=True), "every iteration", "once per epoch"),
         Wrong("five iterations", _recipe(short=True), "every iteration", "five *iterations*"),
-        Wrong("four epochs", _recipe(epochs=4), "every iteration", "The increment is"),
+        Wrong("four epochs", _recipe(epochs=4), "every iteration", "five epochs of"),
         Wrong("the small batch's iterations", _warmed(lambda t, k, n: min(t / (5 * n * k), 1)),
               "the rule", "It still changes"),
         Wrong("eight epochs", _recipe(epochs=8), "the rule", "It still changes"),
@@ -410,7 +438,9 @@ WRONG = {
         Wrong("falls behind it", _warmed(lambda t, k, n: min(t / (5 * n), 2 - t / (5 * n))),
               "the rule", "It still changes"),
         Wrong("one short", _warmed(lambda t, k, n: min(t / (5 * n - 1), 1)),
-              "every iteration", "The increment is"),
+              "every iteration", "at iteration 59, and should be at 60"),
+        Wrong("divided by k again", _warmed(lambda t, k, n: min(t / max(5 * n // k, 1), 1)),
+              "every iteration", "counted with the large batch"),
         Wrong("counts its calls", _counts, "the rule", "how often it was asked"),
         Wrong("a tenth from epoch 30 on", _falls_late, "the rule", "It still changes"),
         Wrong("a list of ten epochs", _listed, "the rule", "as long as asked"),
@@ -437,10 +467,13 @@ WRONG = {
         Wrong("examples of all ranks", _of_all_examples, "value", "Too large by"),
         Wrong("the small batch's |G|²", _of_the_small, "value", "|G|² is biased"),
         Wrong("the median", _median, "value", ""),
-        Wrong("seeds averaged", _seeds_averaged, "value", ""),
+        Wrong("seeds averaged", _seeds_averaged, "value", "averaged as lengths"),
         Wrong("the root", _root, "value", "the root of"),
         Wrong("no |G|² below 0", _never_negative, "value", "below 0"),
         Wrong("mean lengths, squared", _of_lengths_unsquared, "value", "squares each rank's"),
+        Wrong("reduced in place first", _in_place_first, "value", "taken *before*"),
+        Wrong("a list of one", lambda *args: [_noise()(*args)], "value", "returns no number"),
+        Wrong("not a number", lambda *args: math.nan, "value", "rank 0 finds nan"),
         Wrong("reduced twice", _double, "bytes sent", "beside it one number"),
         Wrong("all gradients to all ranks", _gathers, "bytes sent", "beside it one number"),
     ),
@@ -459,10 +492,12 @@ WRONG = {
         Wrong("AdamW's decay", partial(_Torch, adamw=True), "weight decay", "AdamW's"),
         Wrong("from 0", _sgd(start=1e-12), "while the rate grows", "begins at 0"),
         Wrong("one early", _sgd(shift=1), "while the rate grows", "second rate"),
-        Wrong("the decay over k", _DecayOverK, "weight decay", "goes elsewhere"),
+        Wrong("the decay over k", _DecayOverK, "weight decay", "divided by k"),
+        Wrong("a decay behind the step", _DecaysBehind, "weight decay", "behind the step"),
+        Wrong("a mean of a mean", _MeanOfMean, "several micro-batches", "k times too small"),
         Wrong("dampened", _Dampened, "one micro-batch", "goes elsewhere"),
         Wrong("over the first rate", _FirstRate, "several micro-batches", "goes elsewhere"),
-        Wrong("after the sum", _AfterTheSum, "while the rate grows", "goes elsewhere"),
+        Wrong("after the sum", _AfterTheSum, "while the rate grows", "corrected as well"),
         Wrong("a turn for each", _StepForEach, "several micro-batches", "goes elsewhere"),
     ),
 }

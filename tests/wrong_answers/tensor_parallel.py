@@ -346,6 +346,9 @@ WRONG = {
         Wrong("a word too far", _hand(off=1), "the loss", "which one rank has"),
         Wrong("a mean over ranks, too", _divided, "the loss", "no mean over ranks"),
         Wrong("a mean of losses", _mean_of_losses, "the loss", "same number subtracted"),
+        Wrong("a loss in a list", lambda *given: [_loss(*given)], "the loss", "Return a tensor"),
+        Wrong("a loss of shape 1", lambda *given: _loss(*given)[None], "the loss",
+              "Return a tensor of shape []"),
         Wrong("gathers the logits", _gathered, "bytes sent", "Are logits gathered?"),
         Wrong(
             "gathers them in passing",

@@ -370,7 +370,7 @@ _ALL = {
         ("the root for all", partial(recipe, factor=lambda name, k: k**0.5), "the rule", "k·lr"),
         ("from 0, again", partial(recipe, shape=lambda lr, f, share, epoch: lr * f * share),
          "where the warm-up begins", "begins at η"),
-        ("one epoch", partial(recipe, epochs=1), "every iteration", "increment"),
+        ("one epoch", partial(recipe, epochs=1), "every iteration", "five epochs of"),
         ("in leaps", partial(recipe, shape=lambda lr, f, share, epoch:
                              lr * (1 + (f - 1) * min(epoch / 5, 1))), "every iteration", "in leaps"),
         ("one ahead", partial(recipe, ahead=1), "where the warm-up begins", "Iteration 0"),

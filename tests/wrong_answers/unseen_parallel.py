@@ -453,7 +453,7 @@ _ALL = {
         ("values before, keys after", partial(ring, early=(1,)),
          "sends travel while you compute", "keys and values"),
         ("the other holder", partial(ring, holder=1), "contiguous", "holder"),
-        ("starts with an lse of 0", partial(ring, lse=0.0), "contiguous", "Merge every tile"),
+        ("starts with an lse of 0", partial(ring, lse=0.0), "contiguous", "log 0 is −inf"),
         ("a hop too few", partial(ring, hops=lambda n: max(1, n - 1)), "contiguous", "every tile"),
         ("one chunk of two", partial(ring, once=True), "zig-zag", "each tile"),
         ("asks each rank in turn", _asks_everybody, "sends travel while you compute", "before"),

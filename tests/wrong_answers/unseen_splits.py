@@ -434,7 +434,7 @@ _ALL = {
     ],
     "quantization/groups": [
         ("one code more", partial(groups, reach=lambda top: top + 1), "scales", "divide by"),
-        ("rounded up", partial(groups, even=math.ceil), "codes", "codes = round"),
+        ("rounded up", partial(groups, even=math.ceil), "codes", "rounds up"),
         ("codes from 0", partial(groups, signed=True), "codes", "codes = round"),
         ("the other way round", partial(groups, way=lambda *both: both[::-1]),
          "scales", "codes first"),
@@ -442,7 +442,7 @@ _ALL = {
          "scales", "a scale of its own"),
         ("whole groups alone", _whole_groups, "scales", "may be short"),
         ("from min to max", _min_to_max, "scales", "top code"),
-        ("scales upside down", partial(groups, way=lambda c, s: (c, 1 / s)), "scales", "top code"),
+        ("scales upside down", partial(groups, way=lambda c, s: (c, 1 / s)), "scales", "one over"),
     ],
     "quantization/bug-hunt": [
         ("not clipped", partial(integers, ends=(-(2**30), 2**30)), "beyond the limit", "Clip them"),

@@ -238,7 +238,7 @@ class _Half:
     of_rank_0 = means_elements = largest_element = clips_late = of_gradients = False
     local_norm = rereads = adds_norms = largest_norm = clips_early = gathers = whole_master = False
     no_root = means_squares = scales_up = tells_nothing = wide_weights = means_norms = False
-    remakes = norm_of_before = False
+    remakes = norm_of_before = roots_own = False
     before: Tensor | None = None
 
     def __init__(self, w: nn.Parameter, comm: world.Comm, make: exercises.Make) -> None:
@@ -277,6 +277,9 @@ class _Half:
             norm = self.comm.all_reduce(norm, "max")
         elif self.means_norms:
             norm = self.comm.all_reduce(self.w.grad.float().norm()) / self.comm.size
+        elif self.roots_own:
+            whole = self.comm.all_reduce(self.w.grad.float().square().sum())
+            norm = whole.sqrt() / self.comm.size
         elif self.no_root:
             norm = self.comm.all_reduce(norm**2)
         elif not (self.local_norm or self.clips_early):
@@ -306,9 +309,27 @@ class _Half:
 _Published = type("_Published", (_Half,), {"local_norm": True, "rereads": True})
 
 
+def _in_vain(count):
+    return [*zero.unit_order(count), ("gather", 0), ("free", 0)]
+
+
+class _WholeInSlots:
+    """All of the optimizer's state, where no __dict__ shows it."""
+
+    __slots__ = ("comm", "inner", "w")
+
+    def __init__(self, w, comm, make):
+        self.w, self.comm, self.inner = w, comm, make([w])
+
+    def step(self):
+        self.w.grad = self.comm.all_reduce(self.w.grad) / self.comm.size
+        self.inner.step()
+
+
 WRONG = {
     "zero/optimizer": (
         Wrong("shards nothing", _ShardsNothing, "bytes held", "nothing is sharded"),
+        Wrong("nothing sharded, in slots", _WholeInSlots, "bytes held", "nothing is sharded"),
         Wrong("keeps a padded gradient", _KeepsAPaddedGradient, "bytes held", "a padded gradient"),
         Wrong(
             "keeps a view of the whole",
@@ -368,6 +389,9 @@ WRONG = {
             "reduces at the end", _plan(late=True), "bytes held", "right after the unit's backward"
         ),
         Wrong("reduces two units late", _reduces_two_late, "bytes held", "2 are enough"),
+        Wrong("gathers in vain", _in_vain, "bytes sent", "leave this gather out"),
+        Wrong("numbers as text", lambda count: [(what, str(i)) for what, i in zero.unit_order(count)],
+              "everything is there when it is used", "whole numbers"),
         Wrong(
             "gathers for the step too",
             _plan(thrice=True),
@@ -411,6 +435,8 @@ WRONG = {
     ),
     "zero/repair": (
         Wrong("as it was", _Published, "clipping", "local norm"),
+        Wrong("the squares of own gradients", _slip(_Half, "roots_own"), "clipping",
+              "a rank's own gradient"),
         Wrong("norms added", _slip(_Half, "adds_norms"), "clipping", "Norms don't add"),
         Wrong("the largest norm", _slip(_Half, "largest_norm"), "clipping", "neither the largest"),
         Wrong(

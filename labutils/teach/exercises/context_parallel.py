@@ -30,6 +30,17 @@ def _sent(n: int) -> int:
     return max(_ranks.world_of(n).ledger.by("rank").values(), default=0)
 
 
+def _span(x: Tensor) -> tuple[int, int]:
+    """Where a tensor begins and ends in memory."""
+    far = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (far + 1) * x.element_size()
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    (first, end), (other, its_end) = _span(a), _span(b)
+    return first < its_end and other < end
+
+
 # ── pass keys and values round ───────────────────────────────────────────────────────────────────
 
 _A, _G, _D = 4, 2, 4
@@ -52,7 +63,7 @@ class _Seen:
         )
         results = _ranks.run(n, self.case, functools.partial(self._program, attempt), circle)
         self.out, self.lse, *told = zip(*results, strict=True)
-        self.pairs, self.hidden, self.held, self.open, same = told
+        self.pairs, self.hidden, self.held, self.open, self.missed, same = told
         if not all(same):
             raise Failed(
                 f"{self.case}: on rank {same.index(False)} q, k or v is changed after your call",
@@ -65,11 +76,11 @@ class _Seen:
         received: list[tuple[StorageWeakRef, int]] = []
 
         def irecv(out: Tensor, src: int) -> world.Work:
-            memory = out.untyped_storage().data_ptr()
             for request in (work._request for work in comm._owner._pending):
-                if request.sending and request.tensor.untyped_storage().data_ptr() == memory:
+                if request.sending and _overlap(request.tensor, out):
                     raise ValueError("irecv writes into the tensor that isend still reads")
-            received.append((StorageWeakRef(out.untyped_storage()), out.nbytes))
+            storage = out.untyped_storage()  # one may have room for several sets
+            received.append((StorageWeakRef(storage), storage.nbytes()))
             return type(comm).irecv(comm, out, src)
 
         vars(comm)["irecv"] = irecv
@@ -88,13 +99,20 @@ class _Seen:
             return flash.attention(q, k, v, causal=True, offset=offset)
 
         mine = [self.whole.split(x, comm.rank, 2) for x in self.qkv]
-        kept = [x.clone() for x in mine]
+        kept, q_shape = [x.clone() for x in mine], list(mine[0].shape)
         found = attempt(*mine, self.whole, comm, attend)
         if not (isinstance(found, (tuple, list)) and len(found) == 2):
-            raise TypeError(f"ring returned {type(found).__name__}: return (out, lse)")
-        left = any(work._request.sending for work in comm._owner._pending)
+            said = f"{self.case}: you return {type(found).__name__}"
+            raise Failed(said, "Return two tensors: return (out, lse).")
+        for what, each, due in zip(("out", "lse"), found, (q_shape, q_shape[:3]), strict=True):
+            got = list(each.shape) if hasattr(each, "shape") else each
+            if got != due:
+                hint = "return (out, lse): as large as q, and a number for each query and head."
+                raise Failed(f"{self.case}: {what} is {got!r:.80}, not {due}", hint)
+        sending = [work._request.sending for work in comm._owner._pending]
+        left, missed = any(sending), not all(sending)
         same = all(map(torch.equal, mine, kept))
-        return *found, sum(pairs), sum(hidden), max(held), left, same
+        return *found, sum(pairs), sum(hidden), max(held), left, missed, same
 
     def tiles(self, rank: int) -> list[tuple[slice, Tensor, Tensor]]:
         """Rows, output and log-sum-exp of each tile that a rank should have computed."""
@@ -112,6 +130,12 @@ def _attends(attempt: Callable, kind: str) -> str:
     for n, scores in ((1, 1), (2, 1), (3, 1), (2, 1000)):
         seen = _Seen(attempt, n, kind, scores=scores)
         right, lse = flash.attention(*seen.qkv, causal=True)
+        if any(seen.missed):
+            raise Failed(
+                f"{seen.case}: rank {seen.missed.index(True)} never waits for what it receives",
+                "irecv returns at once, and until wait() its tensor holds anything: wait() before "
+                "the next step computes with what it brings.",
+            )
         for rank in range(n):
             mine = seen.whole.split(right, rank, 2)
             if _near(torch.as_tensor(seen.out[rank]), mine):
@@ -143,6 +167,12 @@ def _why_wrong(seen: _Seen, rank: int) -> str:
     for rows, out, _ in tiles:
         added[:, :, rows] += out
         counted[rows] += 1
+    right, lse = (seen.whole.split(x, rank, 2) for x in flash.attention(*seen.qkv, causal=True))
+    if _near(found, right * torch.sigmoid(lse)[..., None]):
+        return (
+            "The lse begins at 0, as if there were one more key whose value is 0. Nothing has been "
+            "seen yet, and log 0 is −inf."
+        )
     if any(_near(found, wrong) for wrong in (added, added / counted)):
         return (
             "You add outputs that were divided by different sums. Each tile's output is a mean in "
@@ -406,6 +436,15 @@ def _passes(
             model.zero_grad()
             logits.clear()
             loss = wrapped.loss(*batch)
+            share, ran = batch[0].shape[1] // n, {each.shape[1] for each in logits}
+            if ran != {share}:
+                said = " and ".join(map(str, sorted(ran))) or "no"
+                raise Failed(
+                    f"{_ranks.count(n)}, {share * n} tokens: on rank {rank.rank} the model runs on "
+                    f"{said} tokens of a sequence, its own are {share}",
+                    "Each rank computes its own tokens, and the others' keys come to it: whoever "
+                    "computes all of them holds all of them.",
+                )
             loss.backward()
             data_parallel.average_gradients(model, comm)
             mean = comm.all_reduce(loss.detach().reshape(1)) / comm.size
@@ -433,6 +472,13 @@ def _alone(tokens: Tensor, targets: Tensor) -> tuple[Tensor, float, Tensor]:
 def _one_rank(attempt: Callable) -> str:
     batch = _batch()
     (_, loss, gradient), (_, right, exact) = _passes(attempt, 1, batch)[0], _alone(*batch)
+    if abs(loss - right) < 1e-9 and not _near(gradient, exact):
+        scale = (gradient.norm() / exact.norm()).item()
+        raise Failed(
+            f"1 rank: the loss is right, its gradient is another one, {scale:.2g} times as long",
+            "What comm.all_reduce returns has no history: only counts may come from it, and the "
+            "loss of this rank's own tokens keeps its own.",
+        )
     if abs(loss - right) > 1e-9 or not _near(gradient, exact):
         raise Failed(
             f"1 rank: the loss is {loss - right:+.2g} off, or its gradient is another one",

@@ -15,7 +15,9 @@ from labutils.teach.exercises import Exercise, Failed, Property, _ranks
 
 
 def _near(found: Tensor, right: Tensor, off: float = 1e-9) -> bool:
-    return found.shape == right.shape and torch.allclose(found, right, rtol=1e-6, atol=off)
+    if found.shape != right.shape:
+        return False
+    return torch.allclose(found.to(right.dtype), right, rtol=1e-6, atol=off)
 
 
 _EPSILON = 1e-4  # 1e-6 in the denominator changes a weight by 5e-5 where a score is 0.02
@@ -44,13 +46,15 @@ def _routed(
     """The experts that were chosen, [T, k], the weight of each expert, [T, E], and the logits."""
     logits = _logits()
     case = f"{_T} tokens, {_E} experts, k={k}, {score}"
+    given = bias.clone()
+    made = attempt(logits, k, score, given)
     try:
-        given = bias.clone()
-        chosen, weights = map(torch.as_tensor, attempt(logits, k, score, given))
-    except NotImplementedError:
-        raise
-    except (TypeError, ValueError) as error:
+        chosen, weights = map(torch.as_tensor, made)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise Failed(f"{case}: {error}", "Return the chosen experts and their weights.") from None
+    if not torch.equal(logits, _logits()):
+        kept = "The router's output belongs to the caller: compute with it, and leave it."
+        raise Failed(f"{case}: after your call the logits are other ones", kept)
     if not torch.equal(given, bias):
         kept = "The layer keeps this tensor from step to step: compute with it, and leave it."
         raise Failed(f"{case}: after your call the bias is another one", kept)
@@ -108,6 +112,10 @@ def _renormalized(attempt: Callable) -> str:
         scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
         if _near(gates, right, _EPSILON):
             continue
+        if _near(gates, right, 0.02) and gates.dtype in (torch.bfloat16, torch.half):
+            kind = str(gates.dtype).removeprefix("torch.")
+            hint = "Right but for rounding: a router computes scores and weights in fp32 at least."
+            raise Failed(f"{case}: the weights are in {kind}", hint)
         if not _near(sums, torch.ones_like(sums), _EPSILON):
             worst = sums[(sums - 1).abs().argmax()].item()
             told = f"{worst:.3f}" if abs(worst - 1) > 1e-3 else f"1 {worst - 1:+.1g}"
@@ -123,6 +131,11 @@ def _renormalized(attempt: Callable) -> str:
         hint = "Weights are the chosen scores, divided by their sum, and nothing else."
         if _near(gates, twice):
             hint = f"A softmax of {score} scores: they are scores already, divide by their sum."
+        elif _near(gates.sort(-1).values, right.sort(-1).values, _EPSILON):
+            hint = (
+                "The right numbers at other experts: column c of the weights is for the expert in "
+                "column c of what was chosen. Was one of them sorted and the other not?"
+            )
         raise Failed(f"{case}: the weights add up to 1, and are other ones", hint)
     return f"{len(_CASES)} cases add up to 1"
 
@@ -295,6 +308,11 @@ def _found(attempt: Callable, case: _Case) -> list[tuple[Tensor, list[list[int]]
                 f"{case.name}: rank {rank} returns {got} for {list(case.x[rank].shape)} of tokens",
                 "A row for each of your own tokens, in their order.",
             )
+        if out.dtype != case.x[rank].dtype:
+            kind = str(out.dtype).removeprefix("torch.")
+            what = f"{case.name}: rank {rank} returns {kind}, its tokens are float64"
+            raise Failed(what, "torch.zeros alone is float32: begin with zeros_like(x), and let "
+                         "rows and results travel as they are.")  # fmt: skip
         if changed := told[rank][2]:
             what = f"{case.name}: on rank {rank} {changed[0]} is another tensor after your call"
             raise Failed(what, "The block adds your rows to x, and the router's choice is kept for "
@@ -353,8 +371,8 @@ def _why(case: _Case, rank: int, out: Tensor) -> str:
         not _near(out.sum(), right.sum()) and _some_visit_alone(case, rank, out)
     ):
         return (
-            "A token visits k experts, and of some only one visit is left: an assignment "
-            "overwrites, index_add adds."
+            "A token visits k experts, and of some only one visit is left. Was the other never "
+            "sent, or left out? Or was it overwritten: an assignment overwrites, index_add adds."
         )
     if _near(out, case.right(rank, alike=True)):
         return f"Every visit counts 1/{case.k}: weigh it by the token's own number in `weights`."
@@ -383,7 +401,8 @@ def _frugal(attempt: Callable) -> str:
         there = sum(counts[rank]) - sum(counts[rank][mine])
         back = sum(sum(counts[j][mine]) for j in range(4) if j != rank)
         least = (there + back) * 64 * 8
-        if sent.get(rank, 0) > least + 2 * 3 * 8 * 8:  # E counts to all ranks, twice
+        # E counts to all ranks, twice; a row may take its expert, token and weight along
+        if sent.get(rank, 0) > least + 2 * 3 * 8 * 8 + (there + back) * 3 * 8:
             raise Failed(
                 f"4 ranks: rank {rank} sends {sent[rank]:,} B, its rows take {least:,} B",
                 "Each row goes to one rank and back. Were rows padded, sent to everybody, or did "
@@ -487,16 +506,20 @@ def _results(attempt: Callable, alpha: float) -> list[tuple[float, dict[str, Ten
 
     def program(rank: world.Rank) -> tuple[float, dict[str, Tensor]]:
         model = _spread(rank)
-        tokens = _tokens()[rank.rank]
+        tokens = _tokens()[rank.rank].clone()
         loss = attempt(model, tokens, rank.comm("dp"), rank.comm("edp"), alpha)
         named = model.named_parameters()
-        loss = loss.item() if isinstance(loss, Tensor) else float(loss)
+        try:
+            loss = loss.item() if isinstance(loss, Tensor) else float(loss)
+        except (TypeError, ValueError, RuntimeError):
+            said = "nothing" if loss is None else type(loss).__name__
+            raise Failed(f"α={alpha}: you return {said}", "Return the loss, one number.") from None
         return loss, {n: p.grad.clone() for n, p in named if p.grad is not None}
 
     return _ranks.run(_MESH, f"4 ranks, ep=2, α={alpha}", program, _SAME)
 
 
-_after = functools.lru_cache(maxsize=2)(_results)  # of an attempt; all properties ask for it
+_after = _ranks.Remembered(_results)  # of an attempt; all properties ask for it
 
 
 @functools.cache

@@ -128,12 +128,16 @@ def _whole_range(attempt: Callable) -> str:
             codes, _ = _codes(attempt, x, amax, name)
             top = codes.float().abs().max().item()
             if top != largest(dtype):
-                raise Failed(
-                    f"{name}: the largest |x| is {amax:.3g}, and its code {top:g}",
-                    f"The scale brings amax to {largest(dtype):g}, whatever its sign. It comes "
-                    "from the numbers *before* the cast: behind it the small are zero already, and "
-                    "the large clipped.",
+                hint = (
+                    f"The scale brings amax to {largest(dtype):g}, whatever its sign: no power of "
+                    "two, and no other format's largest number."
                 )
+                if top in (0, math.inf) or abs(top / amax - 1) < 0.1:
+                    hint += (
+                        " It comes from the numbers *before* the cast: behind it the small are "
+                        "zero already, and the large clipped."
+                    )
+                raise Failed(f"{name}: the largest |x| is {amax:.3g}, and its code {top:g}", hint)
     return "small, negative, large"
 
 
@@ -224,6 +228,7 @@ def _operands() -> tuple[Tensor, Tensor, Tensor]:
     return x, w, grad
 
 
+_SHORT = torch.bfloat16, torch.half
 _NAMES = ("y", "the gradient of x", "the gradient of w")
 
 
@@ -243,6 +248,9 @@ def _three(attempt: Callable) -> tuple[Tensor, ...]:
     shapes = [(_T, _N), (_T, _K), (_N, _K)]
     if not isinstance(got, (tuple, list)) or len(got) != 3:
         raise Failed(f"you return {type(got).__name__}", "Return y, and two gradients.")
+    if not all(isinstance(each, Tensor) for each in got):
+        kinds = ", ".join(type(each).__name__ for each in got)
+        raise Failed(f"you return {kinds}", "Return y, and two gradients: three tensors.")
     found_shapes = [tuple(found.shape) for found in got]
     hint = "product(a, b) is a·bᵀ: y = product(x, w), and what is added up is the last dim of both."
     if found_shapes != shapes and sorted(found_shapes) == sorted(shapes):
@@ -310,6 +318,8 @@ def _values(attempt: Callable) -> str:
             if _near(found.float(), value, 1e-6):
                 hint = words
                 break
+        if any(torch.equal(found.float(), right[at].to(kind).float()) for kind in _SHORT):
+            hint = "Right but for rounding: leave what `product` returns in fp32."
         off = ((found - right[at]).norm() / right[at].norm()).item()
         raise Failed(
             f"{name} is off by {100 * off:.2g} %",
@@ -353,6 +363,18 @@ class DelayedScale:
         self.scale = scale_for(torch.tensor(amax), self.dtype).item() if amax else 1.0
 
 
+def _pair(got: Any, x: Tensor) -> tuple[Tensor, float]:
+    """The codes of x, and the number that brings them back."""
+    try:
+        codes, inverse = got
+        if codes.shape == x.shape and isinstance(codes, Tensor):
+            return codes, float(inverse)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        pass
+    hint = "Return two things: codes of the shape of x, and then the number that brings them back."
+    raise Failed(f"cast returns {got!r:.60}", hint)
+
+
 def _ran(
     attempt: Any, sizes: list, length: int = 3, dtype: torch.dtype = F8_E4M3
 ) -> list[tuple[float, float]]:
@@ -365,12 +387,12 @@ def _ran(
         for size in step if isinstance(step, list) else [step]:
             x = torch.tensor([[-size / 4, size], [size / 2, 0.0]])
             given = x.clone()
-            codes, inverse = tracker.cast(given)
+            codes, inverse = _pair(tracker.cast(given), x)
             if not torch.equal(given, x):
                 hint = "It is somebody's gradient: scale a copy."
                 raise Failed("cast changes x in place", hint)
-            back = float(codes.float()[0, 1]) * float(inverse)
-            found.append((back, largest(dtype) * float(inverse)))
+            back = float(codes.float()[0, 1]) * inverse
+            found.append((back, largest(dtype) * inverse))
         tracker.advance()
     return found
 
@@ -383,7 +405,10 @@ def _steady(attempt: Any) -> str:
         (_, first), *later = _ran(attempt, [size] * 5, dtype=dtype)
         top = f"{largest(dtype):g}"
         if first != largest(dtype):
-            hint = "Before anything was seen the scale is 1."
+            hint = (
+                "Before anything was seen the scale is 1, and the inverse is one over the scale "
+                "that the codes were made with."
+            )
             raise Failed(f"{name}: the first step reaches to {first:g}, not to {top}", hint)
         for back, reach in later:
             if abs(reach / abs(size) - 1) > 1e-3 or abs(back / size - 1) > 1e-3:
@@ -417,12 +442,15 @@ def _late(attempt: Any) -> str:
 
 def _grows(attempt: Any) -> str:
     found = _ran(attempt, [1.0, 1.0, 8.0, 8.0])
-    if abs(found[3][1] - 8) > 1e-2:
-        raise Failed(
-            f"1, 1, 8, 8: in the fourth step codes reach to {found[3][1]:.3g}, not to 8",
-            "What was seen is measured *before* the cast. Behind it everything has been clipped to "
-            "the old range, and the history never learns of anything larger.",
-        )
+    if abs((reach := found[3][1]) - 8) > 1e-2:
+        hint = "Of the history the largest number counts: no mean, and none of the older ones."
+        if abs(reach - 1) < 1e-2:
+            hint = (
+                "What was seen is measured *before* the cast. Behind it everything has been "
+                "clipped to the old range, and the history never learns of anything larger. "
+                "(Or is it not the largest of the history that counts?)"
+            )
+        raise Failed(f"1, 1, 8, 8: in the fourth step codes reach to {reach:.3g}, not to 8", hint)
     return "the jump is seen"
 
 
@@ -456,11 +484,16 @@ def _forgets(attempt: Any) -> str:
         for step, mine in enumerate(reaches[1:], 2):
             expected = max(sizes[max(step - 1 - length, 0) : step - 1])
             if abs(mine / expected - 1) > 1e-2:
+                hint = (
+                    "The history is advanced in every step: the newest goes in, the oldest goes "
+                    "out, and the scale comes from the largest of those that are left."
+                )
+                if mine > expected and abs(mine / max(sizes[: step - 1]) - 1) < 1e-2:
+                    hint += " And what is seen begins at 0 in each step."
                 raise Failed(
                     f"{sizes}, a history of {length}: in step {step} codes reach to {mine:g}, "
                     f"not to {expected:g}",
-                    "The history is advanced in every step: the newest goes in, the oldest goes "
-                    "out, and the scale comes from the largest of those that are left.",
+                    hint,
                 )
     return "8 steps, histories of 3, 1 and 5"
 

@@ -1,7 +1,7 @@
 """Give a layer an adapter, count what is trained and held, and repair a layer that merges."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -188,6 +188,7 @@ def _why_scaled(factor: float, rank: int, alpha: float) -> str:
         (1 / rank, "1/r is there and α is not."),
         (alpha / rank**0.5, "This is α/√r (rank-stabilized LoRA); the paper's factor is α/r."),
         (rank / alpha, "The factor is upside down."),
+        (alpha // rank, "// cuts the fraction off: the factor is α / r."),
     ):
         if abs(factor - value) < 1e-9:
             return words
@@ -325,10 +326,12 @@ def _answer(attempt: Callable, case: str) -> tuple[list[nn.Linear], tuple[int, i
     with torch.device("meta"):
         linears = [nn.Linear(k, d, bias=bias) for k, d, bias in shapes]
     got = attempt(linears, rank, itemsize)
-    if not isinstance(got, Sequence) or len(got) != 2:
+    several = isinstance(got, Iterable) and not isinstance(got, str)
+    pair = tuple(got) if several and getattr(got, "ndim", 1) != 0 else ()
+    if len(pair) != 2:
         raise Failed(f"you return {got!r}", "Return two numbers: how many are trained, and bytes.")
     said = f"{case}, r = {rank}, {itemsize} bytes per frozen number"
-    return linears, fine_tuned(linears, rank, itemsize), tuple(got), said
+    return linears, fine_tuned(linears, rank, itemsize), pair, said
 
 
 def _same(got: Any, right: int) -> bool:
@@ -410,13 +413,13 @@ _N = 48  # inputs and outputs, of which rounding shows
 
 def _mergeable(attempt: Callable) -> tuple[Any, Tensor, Tensor]:
     """A layer whose adapter is not zero, an input, and its output."""
-    layer = _made(attempt, _linear(_N, _N, torch.float32), 4, 8.0).eval()
+    layer = _made(attempt, _linear(_N, _N, torch.float32), 4, 8.0)
     draw = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in _trained(layer):
             parameter.copy_(torch.randn(parameter.shape, generator=draw))
         x = _x(_N, 4, torch.float32)
-        return layer, x, layer(x)
+        return layer, x, layer.eval()(x)
 
 
 def _off(layer: nn.Module, x: Tensor, before: Tensor) -> float:
@@ -434,8 +437,12 @@ def _values(attempt: Callable) -> str:
             f"merged, the output is off by {100 * off:.2g} %",
             "W + (α/r)·B·A takes the place of W, and the adapter's own product is left out.",
         )
+    off = _off(layer.train(), x, before)
+    if off > 1e-5:
+        hint = "A merged layer computes W·x alone in both modes: W holds the adapter already."
+        raise Failed(f"merged, in training mode the output is off by {100 * off:.2g} %", hint)
     given = x.clone().requires_grad_()
-    y = layer(given)
+    y = layer.eval()(given)
     if not y.requires_grad or torch.autograd.grad(y.sum(), given, allow_unused=True)[0] is None:
         hint = "Merged or not, the layers below still learn: no no_grad, no detach in forward."
         raise Failed("merged, no gradient comes back to x", hint)
@@ -446,6 +453,7 @@ def _work(attempt: Callable) -> str:
     layer, x, _ = _mergeable(attempt)
     layer.merge()
     with torch.no_grad():
+        layer(x)  # whoever merges at the next forward has done so by then
         got, right = fused.product_flops(lambda: layer(x)), 2 * x.numel() * _N
     if got > right:
         raise Failed(
@@ -479,6 +487,7 @@ def _back_from_two(attempt: Callable) -> str:
     with contextlib.suppress(Exception):
         layer.merge()
     with torch.no_grad():
+        layer(x)
         if fused.product_flops(lambda: layer(x)) > 2 * x.numel() * _N:
             hint = "Raise an error the second time, or do nothing: it stays merged."
             raise Failed("merged twice, the adapter's products are computed again", hint)
@@ -498,6 +507,15 @@ def _back_from_two(attempt: Callable) -> str:
     return "W as it was"
 
 
+def _rounded(layer: nn.Module) -> str:
+    """The dtype to which the weights of the layer were rounded, or ""."""
+    W = _linear(_N, _N, torch.float32).weight
+    for dtype in (torch.half, torch.bfloat16):
+        if any(torch.equal(p, W.to(dtype).to(p.dtype)) for p in layer.parameters()):
+            return str(dtype).removeprefix("torch.")
+    return ""
+
+
 def _back(attempt: Callable) -> str:
     layer, x, before = _mergeable(attempt)
     with torch.no_grad():
@@ -511,7 +529,10 @@ def _back(attempt: Callable) -> str:
             "W + Δ is rounded, and W + Δ − Δ is rounded again: that is not W. "
             "Keep W itself, and put it back."
         )
-        if off > 1e-3 * before.abs().max():
+        rounded = _rounded(layer)
+        if rounded:
+            why = f"Keep W in its own dtype: it comes back rounded to {rounded}."
+        elif off > 1e-3 * before.abs().max():
             beside = _linear(_N, _N, torch.float32)(x).detach()
             why = (
                 "W is back and the adapter is not: after unmerge() A and B compute beside W again."
@@ -592,6 +613,10 @@ def _frozen_still(attempt: Callable) -> str:
         if change == "unmerge" and after < before:
             hint = "unmerge() is called to train on: A and B need their gradients again."
             raise Failed(f"after unmerge() {after:,} numbers can be trained, not {before:,}", hint)
+        kept = [p for p in _trained(layer) if p.grad_fn is not None]
+        if after > before and kept:
+            hint = "What is added to W needs no history: merge under torch.no_grad()."
+            raise Failed(f"after {change}() W remembers how it was computed", hint)
         if after > before:
             raise Failed(
                 f"after {change}(), {after:,} numbers can be trained, and {before:,} before",

@@ -41,7 +41,8 @@ def _order(made: Any, case: str, stage: int) -> tuple[Op, ...]:
     """The operations of one rank, whatever they are kept in."""
     if isinstance(made, str):
         made = made.split()
-    ops = list(made) if isinstance(made, Iterable) else [made]
+    several = isinstance(made, Iterable) and getattr(made, "ndim", 1) != 0  # a 0-d tensor is none
+    ops = list(made) if several else [made]
     found = []
     for given in ops:
         if (op := _op(given, stage)) is None:
@@ -85,8 +86,10 @@ def _collected(
     for rank in range(p):
         rows.append(_order(attempt(rank, p, m, *chunks), f"{case}, rank {rank}", rank))
     made = Schedule("yours", tuple(rows), (schedule.loop(p, *chunks),), m, split)
-    if min((op.micro_batch for row in rows for op in row), default=0) == 1:
-        raise Failed(f"{case}: there is no micro-batch 0", "Micro-batches count from 0 to m − 1.")
+    least = min((op.micro_batch for row in rows for op in row), default=0)
+    if least > 0 or (least < 0 and p <= m):  # with few, a warm-up counts on below 0
+        what = "is no micro-batch 0" if least > 0 else f"is a micro-batch {least}"
+        raise Failed(f"{case}: there {what}", "Micro-batches count from 0 to m − 1.")
     if reason := schedule.why_illegal(made):
         raise Failed(f"{case}: {reason}", _MEANS.get(reason.name, ""))
     return case, made
@@ -231,7 +234,11 @@ def _counts(attempt: Callable, kind: str) -> str:
             nbytes = [101 + more * stage for stage in range(each.stages)]
             for rank, ops in enumerate(each.ranks):
                 found, peak = attempt(list(ops), list(nbytes)), each.peak(rank, nbytes)
-                if found != peak:
+                try:
+                    same = bool(found == peak)
+                except (TypeError, ValueError, RuntimeError):
+                    raise Failed(f"you return {found!r:.60}", "Return one number.") from None
+                if not same:
                     raise Failed(
                         f"{each.name}, rank {rank} of {len(each.ranks)}, nbytes = {nbytes}: "
                         f"you say {found!r}, it holds {peak}",
@@ -380,6 +387,9 @@ def _is(found: Any, wanted: Tensor, case: str, what: str, why: str) -> None:
         if isinstance(found, Tensor) and found.mT.shape == wanted.shape:
             why = _TURNED
         raise Failed(f"{case}: {what} is {got!r:.60}, not of shape {tuple(wanted.shape)}", why)
+    if found.dtype != wanted.dtype:
+        kind = str(found.dtype).removeprefix("torch.")
+        raise Failed(f"{case}: {what} is in {kind}, not in float64", "Keep the dtype of dy.")
     if not torch.allclose(found, wanted, rtol=1e-10, atol=1e-12):
         off, turned = (found - wanted).norm() / wanted.norm(), found.mT
         if turned.shape == wanted.shape and torch.allclose(turned, wanted):
@@ -397,6 +407,10 @@ _MIXED = (
     "called when the loop has moved on."
 )
 _DW = "W adds grad.mT @ x to .grad, where grad is the gradient of the layer's output."
+_NOT_PAID = (
+    "W adds grad.mT @ x to .grad of the tensors in `weights`, not of copies, and calls all that is "
+    "owed."
+)
 _ADD = "Each micro-batch has a W of its own, and .grad is the sum over all: add to what is there."
 _DX = "B passes on dy @ weight, layer by layer from the last to the first."
 _ALONE = (
@@ -409,6 +423,21 @@ _OWN = (
 )
 
 
+def _both(
+    attempt: Callable, weights: Sequence[Tensor], inputs: Sequence[Tensor], dy: Tensor, case: str
+) -> tuple[Any, Callable[[], None]]:
+    """The gradient of the input, and W."""
+    given = dy.clone()
+    made = attempt(list(weights), list(inputs), given)
+    if not isinstance(made, Sequence) or len(made) != 2 or not callable(made[1]):
+        hint = "Return the gradient of the first layer's input, and W: a function, not called yet."
+        raise Failed(f"{case}: you return no pair of a tensor and a function", hint)
+    if not torch.equal(given, dy):
+        hint = "W needs each layer's own gradient, and dy is the last one's: no in-place product."
+        raise Failed(f"{case}: B changes dy in place", hint)
+    return made[0], made[1]
+
+
 def _halves(attempt: Callable, cases: Sequence[tuple[Sequence[int], int]], why: str) -> str:
     for sizes, m in cases:
         case = f"layer widths {', '.join(map(str, sizes))}" + f", {m} micro-batches" * (m > 1)
@@ -416,17 +445,19 @@ def _halves(attempt: Callable, cases: Sequence[tuple[Sequence[int], int]], why: 
         expected: list[Any] = [0] * len(weights)
         owed = []
         for inputs, dy in passes:
-            found, w = attempt(list(weights), list(inputs), dy)
+            found, w = _both(attempt, weights, inputs, dy, case)
             owed.append(w)
             for i in reversed(range(len(weights))):
                 expected[i] = expected[i] + dy.mT @ inputs[i]
                 dy = dy @ weights[i]
             _is(found, dy, case, "the gradient of the input", _DX)
-        if any(weight.grad is not None for weight in weights):
+        if any(weight.grad is not None and weight.grad.any() for weight in weights):
             raise Failed(f"{case}: there are gradients of weights before W", "They belong to W.")
         for w in owed:
             w()
-        if why is _LATE and all(weight.grad is not None for weight in weights):
+        if all(weight.grad is None for weight in weights):
+            why = _NOT_PAID
+        elif why is _LATE and all(weight.grad is not None for weight in weights):
             why = _MIXED
         for i, wanted in enumerate(expected):
             _is(weights[i].grad, wanted, case, f"the gradient of layer {i}'s weight", why)
@@ -444,7 +475,7 @@ def _in_turn(attempt: Callable) -> str:
     for kind, k in ("B0", "W0", "B1", "B2", "W2", "W1"):
         inputs, dy = passes[int(k)]
         if kind == "B":
-            owed[int(k)] = attempt(list(weights), list(inputs), dy)[1]
+            owed[int(k)] = _both(attempt, weights, inputs, dy, case)[1]
         else:
             owed[int(k)]()
             for i in reversed(range(len(weights))):

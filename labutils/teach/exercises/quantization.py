@@ -63,7 +63,9 @@ def _both(attempt: Callable, w: Tensor, bits: int, group: int) -> tuple[Tensor, 
             "Groups lie within a row, the last one of a row may be short: "
             "flattened first, a group runs over the end of a row into the next."
         )
-        if scales.shape == w.shape and list(codes.shape) == right:
+        if list(scales.squeeze().shape) == right:
+            hint = "The groups are right, in dims that are too many: view or squeeze them."
+        elif scales.shape == w.shape and list(codes.shape) == right:
             hint = "Return the codes first, then the scales."
         elif len(scales.shape) == 2 and len(scales) == len(w):
             hint = (
@@ -97,6 +99,19 @@ def _mistaken_scales(w: Tensor, bits: int, group: int) -> dict[str, Tensor]:
         "Flattened first, a group runs over the end of a row into the next.": (
             flat.abs().amax(1) / top
         )[starts // group],
+    }
+    if k % group == 0:
+        apart = w.view(d, group, -1).abs().amax(1) / top
+        said["A group is neighbors: w[:, j : j + group], and not every n-th column."] = apart
+    lowest, highest = w.new_full((), torch.inf), -w.new_full((), torch.inf)
+    spread = [nn.functional.pad(w, (0, -k % group), value=end.item()).view(d, -1, group)
+              for end in (highest, lowest)]  # fmt: skip
+    said |= {
+        "This is one over the scale. The scale brings codes back: w = code · scale.": 1 / right,
+        f"This is max|w| itself: the top code is {top}, and max|w| / {top} its scale.": right * top,
+        "From the smallest w to the largest: symmetric codes ask for max|w| alone.": (
+            (spread[0].amax(2) - spread[1].amin(2)) / (2 * top)
+        ),
     }
     if d == right.shape[1]:
         said["The scales are right and transposed."] = right.mT
@@ -134,6 +149,10 @@ def _codes(attempt: Callable) -> str:
             usual = {
                 "You cut the fraction off: round to the nearest.": (w / each).trunc(),
                 "This rounds down: round to the nearest.": (w / each).floor(),
+                "This rounds up: round to the nearest.": (w / each).ceil(),
+                f"Symmetric codes are signed, and 0 stays 0: add no {1 << bits - 1}.": (
+                    (w / each).round() + (1 << bits - 1)
+                ),
                 "Multiply back only to use them: the codes are w / scale.": (w * each).round(),
             }
             found = (said for said, bad in usual.items() if torch.equal(codes, bad.double()))
@@ -238,9 +257,13 @@ def _channels(attempt: Callable) -> str:
 
 
 def _idle_channel(attempt: Callable) -> str:
-    w = _drawn(3, 8)
+    w, x = _drawn(3, 8), _drawn(2, 8)
     w[1] = 0.0
-    y = _product(attempt, _drawn(2, 8), w, 3.0, "a channel of zeros")
+    x[0] = 0.0
+    y = _product(attempt, x, w, 3.0, "a channel of zeros")
+    if not y[0, [0, 2]].isfinite().all() or y[0, [0, 2]].any():
+        hint = "All its codes are 0. Nothing is divided by a row's own size: x has one scale."
+        raise Failed(f"a row of x that is 0 gives {y[0, 0]:g}", hint)
     if not y.isfinite().all() or y[:, 1].any():
         hint = "Its max|w| is 0, and 0/0 is NaN: take any other scale there, such as 1."
         raise Failed(f"an output channel whose weights are 0 gives {y[0, 1]:g}", hint)
@@ -258,7 +281,7 @@ def _sums(attempt: Callable) -> str:
             raise Failed(
                 f"sums of {k} products: off by {100 * off:.2g} %",
                 "A product of two int8 has up to 16,129, and int8 ends at 127 and wraps around, "
-                "int16 at 32,767. Sum in int32.",
+                "int16 at 32,767; fp16 becomes inf from 65,520 on. Sum in int32.",
             )
     return "up to 512 products"
 
@@ -292,6 +315,25 @@ def _beyond(attempt: Callable) -> str:
     return "clipped"
 
 
+_SHORT = (
+    "Right but for rounding: a sum of codes has more digits than a float of 16 bits. Sum in int32, "
+    "and multiply by the scales in fp32."
+)
+
+
+def _in_16_bits(*several: Tensor) -> bool:
+    """Whether the numbers of one of these are such as fp16 or bf16 has."""
+    pairs = itertools.product(several, (torch.half, torch.bfloat16))
+    return any(torch.allclose(x, x.to(kind).double(), rtol=1e-5, atol=0) for x, kind in pairs)
+
+
+def _is_cut(sums: Tensor, x: Tensor, w: Tensor, limit: float, cuts: Sequence[Callable]) -> bool:
+    """Whether these are sums of codes that were cut like this: those of x, and those of w."""
+    codes = cuts[0](x / (limit / 127)), cuts[1](w / (w.abs().amax(1, keepdim=True) / 127))
+    apart = (sums - codes[0].double() @ codes[1].double().mT).abs()
+    return (apart > 0.5).double().mean().item() < 0.05
+
+
 def _integers(attempt: Callable) -> str:
     """Each output is a sum of products of codes, times both scales."""
     for limit, largest in ((2.0, 2.0), (2.0, 0.5)):
@@ -318,6 +360,8 @@ def _integers(attempt: Callable) -> str:
                 follows = ((x / unit).round() * unit).double() @ codes[1].mT
                 if _off(y, follows * w.double().abs().amax(1) / 127) < 1e-5:
                     hint = "The scale of x is limit / 127, also for a row of smaller numbers."
+            if _in_16_bits(y, sums, sums * (limit / 127)):
+                hint = _SHORT
             at = (sums - sums.round()).abs().argmax()
             raise Failed(
                 f"4 products: in units of both scales an output is {sums.flatten()[at]:.2f}, "
@@ -325,10 +369,15 @@ def _integers(attempt: Callable) -> str:
                 hint,
             )
         if (wrong := ((sums - right).abs() > 0.5).sum()) > 3:  # a tie may go the other way
-            raise Failed(
-                f"4 products: {wrong} of {right.numel()} sums are not those of the nearest codes",
-                "8 bits have the codes −127 … 127, for x and for w: the nearest one, once.",
-            )
+            hint = "8 bits have the codes −127 … 127, for x and for w: the nearest one, once."
+            if (sums - right).norm() / right.norm() < 1e-3:
+                hint = _SHORT
+            for cut, way in ((torch.trunc, "towards zero"), (torch.floor, "down")):
+                some = (cut, torch.round), (torch.round, cut), (cut, cut)
+                if any(_is_cut(sums, x, w, limit, each) for each in some):
+                    hint = f"Codes go {way} here: round to the nearest before the cast."
+            what = f"{wrong} of {right.numel()} sums are not those of the nearest codes"
+            raise Failed(f"4 products: {what}", hint)
     return "whole numbers"
 
 
@@ -448,6 +497,9 @@ def _on_the_grid(attempt: Callable) -> str:
     codes = _fed(attempt, w, H, scales) / scales
     if (codes - codes.round()).abs().max() > 1e-6:
         hint = "Each column is rounded in its turn, and is not changed after that: only later are."
+        own = codes * scales / w.abs().amax(1, keepdim=True) * 7
+        if (own - own.round()).abs().max() < 1e-6:
+            hint = "The scales are given: take them, and not others that you find in w."
         if (codes * scales - (codes * scales).round()).abs().max() < 1e-6:
             hint = "These are the codes alone: return them times scales."
         raise Failed("the result has values between those of the grid", hint)
@@ -460,10 +512,18 @@ def _on_the_grid(attempt: Callable) -> str:
 def _slips_of_feedback(w: Tensor, H: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """What usual mistakes give, by what to say."""
 
-    def walk(sign: float = 1, eliminate: bool = True, divide: bool = True, of: str = "inverse"):
-        y, inverse = w.clone(), torch.linalg.inv(H) if of == "inverse" else H.clone()
+    def walk(
+        sign: float = 1,
+        eliminate: bool = True,
+        divide: bool = True,
+        of: str = "inverse",
+        cut: Callable = torch.round,
+        damped: float = 0,
+    ) -> Tensor:
+        D = H + damped * H.diagonal().mean() * torch.eye(len(H), dtype=H.dtype)
+        y, inverse = w.clone(), torch.linalg.inv(D) if of == "inverse" else H.clone()
         for j in range(w.shape[1]):
-            rounded = (y[:, j] / scales[:, 0]).round().clamp(-7, 7) * scales[:, 0]
+            rounded = cut(y[:, j] / scales[:, 0]).clamp(-7, 7) * scales[:, 0]
             error = (y[:, j] - rounded) / (inverse[j, j] if divide else 1)
             y[:, j] = rounded
             y[:, j + 1 :] -= sign * error[:, None] * inverse[j, j + 1 :]
@@ -480,6 +540,10 @@ def _slips_of_feedback(w: Tensor, H: Tensor, scales: Tensor) -> dict[str, Tensor
             walk(eliminate=False)
         ),
         "Divide the error by the inverse's [j, j].": walk(divide=False),
+        "Codes go to the nearest whole number, and not towards zero.": walk(cut=torch.trunc),
+        "Codes go to the nearest whole number, and not down.": walk(cut=torch.floor),
+        "Take H as it is, and add nothing to its diagonal.": walk(damped=0.01),
+        "Take H as it is: who gives it has damped it.": walk(damped=0.1),
         "It is the *inverse* of H that says how columns can make up for each other.": walk(of="H"),
     }
 

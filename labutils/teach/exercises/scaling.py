@@ -41,7 +41,7 @@ def _answered(attempt: Callable, recipe: tuple) -> tuple[list[float], float, str
     found = attempt(*recipe)
     if not isinstance(found, tuple | list) or len(found) != 2 or not callable(found[0]):
         hint = "Return a function of the iteration, and the weight decay."
-        raise Failed(f"{case}: you return {found!r}", hint)
+        raise Failed(f"{case}: you return {found!r:.80}", hint)
     if not isinstance(found[1], Real | Tensor | np.ndarray):
         raise Failed(f"{case}: the weight decay is {found[1]!r}", "Return a number.")
     times = [*range(7 * steps), _LATE * steps]
@@ -155,11 +155,18 @@ def _every_iteration(attempt: Callable) -> str:
         if not wrong:
             continue
         t, steps = wrong[0], recipe[4]
-        hint = f"The increment is (kη − η) / {_WARM * steps} at each iteration."
+        warm = _WARM * steps
+        hint = f"The increment is (scaled rate − η) / {warm} at each iteration: a straight line."
+        over = next(t for t, rate in enumerate(rates) if _near(rate, right[-1]))
         if all(len(set(rates[e * steps : (e + 1) * steps])) == 1 for e in range(_WARM)):
             hint = "The rate changes once per epoch, in leaps: it should grow at every iteration."
-        elif _near(rates[_WARM], rates[-1]):
+        elif over == _WARM:
             hint = "The warm-up is over after five *iterations*: it lasts five epochs."
+        elif over != warm:
+            hint = (
+                f"The scaled rate is there at iteration {over}, and should be at {warm}: five "
+                f"epochs of `steps` = {steps} iterations, counted with the large batch."
+            )
         raise Failed(f"{case}: iteration {t} runs at {_not(rates[t], right[t])}", hint)
     return "equal amounts"
 
@@ -203,14 +210,25 @@ def _found(attempt: Callable, n: int, b: int) -> list[float]:
     def program(rank: world.Rank) -> float | None:
         own = [gradient.clone() for gradient in _gradients(n, b)[rank.rank]]
         found = attempt(own, b, rank.comm("dp"))
-        return None if found is None else float(found)
+        try:
+            return None if found is None else float(found)
+        except (TypeError, ValueError, RuntimeError):
+            return None
 
     case = f"{_ranks.count(n)}, b = {b}"
     every = _ranks.run(n, case, program, f"Deadlock: {_FORMS}.")
     if None in every:
         at = every.index(None)
-        raise Failed(f"{case}: rank {at} returns None", "Every rank returns the number.")
+        raise Failed(f"{case}: rank {at} returns no number", "Every rank returns the number.")
     return every
+
+
+def _of_mean_gradients(own: Tensor, n: int, b: int) -> Tensor:
+    """The noise scale of gradients [seed, rank, P] of which a mean over seeds was taken first."""
+    once = own.mean(0)
+    small, large = once.square().sum(1).mean(), once.mean(0).square().sum()
+    trace = (small - large) / (1 / b - 1 / (n * b))
+    return trace / (small - trace / b)
 
 
 def _slips(n: int, b: int) -> list[tuple[float, str]]:
@@ -226,6 +244,8 @@ def _slips(n: int, b: int) -> list[tuple[float, str]]:
     short = own.norm(dim=2).mean(1).square()
     shorter = (short - mean) / (1 / b - 1 / (n * b))
     values = [
+        (_of_mean_gradients(own, n, b), "Seeds are averaged as lengths: first "
+         "tr Σ and |G|² of each seed, then their means. A mean of gradients has less noise."),
         (trace.mean() / mean.mean(), "|G|² is biased: |mean gradient|² still holds tr Σ / (N·b) of "
          "noise. Subtract it."),
         ((trace / signal).mean(), "This is the mean of ratios, and one |G|² near zero is all "
@@ -277,14 +297,23 @@ def _value(attempt: Callable) -> str:
             )
             for s in range(_SEEDS)
         )
+        if not all(map(math.isfinite, found)):
+            hint = "Divide once, at the end, and by what is not 0: 1/b − 1/(N·b), and |G|²."
+            raise Failed(f"{_ranks.count(n)}, b = {b}: rank 0 finds {found[0]}", hint)
         if len({round(each, 9) for each in found}) > 1:
             raise Failed(
                 f"{_ranks.count(n)}: the ranks find {', '.join(f'{x:.3g}' for x in found)}",
-                "|g|² before the all-reduce differs from rank to rank: average it over ranks too.",
+                "The same number on every rank: |g|² before the all-reduce differs from rank to "
+                "rank, so average it over ranks too.",
             )
         if not math.isclose(found[0], right, rel_tol=1e-6):
             near = (w for v, w in _slips(n, b) if math.isclose(found[0], v, rel_tol=1e-6))
             hint = next(near, "E|g|² = |G|² + tr Σ / batch, for a batch of b and one of N·b.")
+            if abs(found[0]) < 1e-9 * right:
+                hint = (
+                    "Small and large batches look alike: |g|² of the small one is taken *before* "
+                    "the all-reduce, which must not write into the gradient until then."
+                )
             raise Failed(
                 f"{_ranks.count(n)}, b = {b}, {_SEEDS} seeds: {found[0]:.4g}, not {right:.4g}", hint
             )
@@ -386,6 +415,33 @@ class _Decoupled(LargeBatchSGD):
         self.decay = decay
 
 
+class _DecoupledAfter(LargeBatchSGD):
+    def step(self, gradients: list[Tensor]) -> None:
+        decay, rate = self.decay, self.rate()
+        self.decay = 0.0
+        super().step(gradients)
+        self.w *= 1 - rate * decay
+        self.decay = decay
+
+
+class _DecayDivided(LargeBatchSGD):
+    def step(self, gradients: list[Tensor]) -> None:
+        less = self.decay * self.w * (1 - 1 / self.k)
+        super().step([each - less for each in gradients])
+
+
+class _DividedTwice(LargeBatchSGD):
+    def step(self, gradients: list[Tensor]) -> None:
+        super().step([each / self.k for each in gradients])
+
+
+class _AllCorrected(LargeBatchSGD):
+    def step(self, gradients: list[Tensor]) -> None:
+        times = self.rate() / (self.last or self.rate())
+        more = (times - 1) * self.decay * self.w
+        super().step([each * times + more for each in gradients])
+
+
 class _Uncorrected(LargeBatchSGD):
     def step(self, gradients: list[Tensor]) -> None:
         self.last = None
@@ -425,6 +481,16 @@ _MISTAKES = {
     ),
     "This decay is AdamW's, beside the step. That of this class goes through the velocity: "
     "gradient + decay · w.": _Decoupled,
+    "This decay multiplies the weight behind the step. That of this class goes through the "
+    "velocity: gradient + decay · w.": _DecoupledAfter,
+    "The decay is divided by k: of the gradients the mean counts, and decay · w is added to it.": (
+        _DecayDivided
+    ),
+    "The gradient is k times too small: it is divided by k twice, or the mean is divided.": (
+        _DividedTwice
+    ),
+    "The new gradient is corrected as well: what the velocity *held* is multiplied by new rate / "
+    "old rate, and rate · gradient comes behind it.": _AllCorrected,
     "The velocity holds steps taken at the old rate. When the rate changes, multiply it by new "
     "rate / old rate: the momentum correction.": _Uncorrected,
     "The momentum correction is there two times: once, by new rate / old rate.": _CorrectedTwice,

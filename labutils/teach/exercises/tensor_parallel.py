@@ -1,7 +1,6 @@
 """Split a feed-forward layer, take a loss from a share of the logits, and repair a layer of
 sequence parallelism whose outputs are right."""
 
-import functools
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -190,7 +189,7 @@ class _Seen:
         return whole.chunk(self.n, dims[name])[i] if name in dims else whole
 
 
-@functools.lru_cache(maxsize=8)
+@_ranks.Remembered
 def _seen(attempt: Callable, n: int, normed: bool) -> _Seen:
     """One run that all properties of a check ask for; the first of them forgets older ones."""
     return _Seen(attempt, n, normed)
@@ -236,7 +235,8 @@ def _output(attempt: Callable, normed: bool) -> str:
                 raise Failed(
                     where,
                     "On one rank nothing is cut and nothing is sent: return what the whole layer "
-                    "does, GELU and both biases included, in the dtype of x.",
+                    "does, GELU and both biases included, in the dtype of x."
+                    + " And x itself is added to it." * normed,
                 )
             raise Failed(
                 where,
@@ -265,8 +265,8 @@ def _input_gradient(attempt: Callable) -> str:
         if not alike and all(_near(n * found["x"], right) for found in seen.ranks):
             raise Failed(
                 f"{seen.case}: the gradient of x is {n} times too small on every rank",
-                "A sum passes its gradient on as it is: nothing is to be divided in the backward "
-                "pass of g.",
+                "A sum passes its gradient on as it is, and f sums those of all ranks: nothing is "
+                "to be divided, neither in the backward pass of g nor in that of f.",
             )
         if not alike and _near(sum(found["x"] for found in seen.ranks), right):
             raise Failed(
@@ -363,9 +363,9 @@ def _split_work(attempt: Callable) -> str:
     for n in (2, 4):
         seen, tokens = _seen(attempt, n, False), _B * _S
         due = 3 * 2 * 2 * tokens * _H * _F // n  # two products; backward two for each
-        most = 8 * tokens * (4 * _H + 2 * _F // n)
+        most = 8 * tokens * (3 * _H + 4 * _F // n)  # GELU may be written out
         for rank, work in sorted(seen.work.items()):
-            if work.flops > due:
+            if work.flops > due * 4 // 3:  # the forward pass may be computed again
                 raise Failed(
                     f"{seen.case}: rank {rank} spends {work.flops:,} FLOPs on products, its share "
                     f"of the two layers takes {due:,}",
@@ -543,11 +543,11 @@ def _loss_gradient(attempt: Callable) -> str:
 
 def _loss_bytes(attempt: Callable) -> str:
     for n in (2, 4):
-        seen, most = _Loss(attempt, n), 4 * _sum_of("all_reduce", _S, n)
+        seen, most = _Loss(attempt, n), 6 * _sum_of("all_reduce", _S, n)
         if seen.sent > most:
             raise Failed(
                 f"{seen.case}: the busiest rank sends {seen.sent:,} B; three numbers for each of "
-                f"{_S} tokens are {3 * most // 4:,} B",
+                f"{_S} tokens are {most // 2:,} B",
                 f"Are logits gathered? They are s·v numbers, here {8 * _S * _V:,} B. Of each token "
                 "the others need the maximum, the sum of exponentials, and the target's logit.",
             )

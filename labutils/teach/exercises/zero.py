@@ -1,6 +1,8 @@
 """Shard an optimizer, write the schedule of level 3, repair a mixed-precision optimizer."""
 
+import collections
 import functools
+import itertools
 import math
 import types
 from collections.abc import Callable, Iterable
@@ -27,11 +29,20 @@ def _inside(thing: object) -> list[object]:
         return []
     attributes = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
     attributes += [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
+    names = ("func", "args", "keywords", "__self__", "__func__", "__defaults__", "__kwdefaults__")
+    if isinstance(thing, (functools.partial, types.MethodType, types.FunctionType)):
+        attributes += [getattr(thing, name, None) for name in names]
+    if isinstance(thing, types.GeneratorType) and thing.gi_frame:
+        attributes += thing.gi_frame.f_locals.values()
+    slots = [getattr(base, "__slots__", ()) for base in type(thing).__mro__]
+    for name in itertools.chain(*([each] if isinstance(each, str) else each for each in slots)):
+        attributes.append(getattr(thing, name, None))
     if not type(thing).__module__.startswith(("builtins", "torch")):
         attributes += vars(type(thing)).values()
     if isinstance(thing, dict):
         return [*attributes, *thing.keys(), *thing.values()]
-    return [*attributes, *thing] if isinstance(thing, (list, tuple, set)) else attributes
+    several = (list, tuple, set, frozenset, collections.deque)
+    return [*attributes, *thing] if isinstance(thing, several) else attributes
 
 
 def _kept(owner: object, w: Tensor) -> tuple[int, int]:
@@ -242,8 +253,9 @@ def _state_bytes(attempt: Callable) -> str:
                 f"{told}, less than the moments of its share, {moments:,} B",
                 _FORGETS,
             )
-        # Beside them there is room for a copy of the share, its gradient, and a count of steps.
-        if nbytes > 2 * moments + 64:
+        # Beside them there is room for a copy of the share, its gradient, its places in w, and a
+        # count of steps.
+        if nbytes > 5 * moments // 2 + 64:
             raise Failed(
                 f"{told} beside weights and gradients, its share's moments are {moments:,} B",
                 _ALL_MOMENTS if of_moments >= 2 * 8 * numel else _TOO_LONG,
@@ -333,6 +345,7 @@ _GATHER_FIRST = "Gather a unit before it computes."
 _FREED = " Its forward is long over, and its weights were freed: gather it again."
 _TURNS = "Forward runs from the first unit to the last, backward from the last to the first."
 _GATHERED = "Every gather costs a unit's bytes: free it first, or leave this gather out."
+_WHOLE_NUMBERS = "Units are whole numbers, from 0 on."
 _REDUCE_ONCE = "Reduce a unit's gradient after its backward, once."
 
 
@@ -385,7 +398,8 @@ class _Replay:
 def _legal(attempt: Callable, count: int) -> list[Step]:
     """The attempt's steps, each of which can be carried out when its turn comes."""
     steps, case = attempt(count), f"{count} unit{'s' * (count > 1)}"
-    steps = list(steps) if isinstance(steps, Iterable) else [steps]
+    several = isinstance(steps, Iterable) and getattr(steps, "ndim", 1) != 0  # a 0-d tensor is none
+    steps = list(steps) if several else [steps]
     if not all(isinstance(step, (list, tuple)) and len(step) == 2 for step in steps):
         raise Failed(
             f"{case}: got {str(steps)[:80]}, not a list of pairs",
@@ -393,6 +407,8 @@ def _legal(attempt: Callable, count: int) -> list[Step]:
         )
     replay = _Replay(count)
     for k, (what, i) in enumerate(steps):
+        if not hasattr(i, "__index__"):
+            raise Failed(f"{case}, step {k}, {what} {i!r}: no such unit", _WHOLE_NUMBERS)
         if refusal := replay.refusal(what, i):
             raise Failed(f"{case}, step {k}, {what} {i}: {refusal[0]}", refusal[1])
         replay.take(what, i)
@@ -463,7 +479,7 @@ def _carried_out(steps: tuple[Step, ...], count: int) -> SimpleNamespace:
             gradients = max(gradients, len(chain.gradients))
         return chain.shards, whole, gradients
 
-    results = _ranks.run(n, f"{count} units", program, _SHARES)
+    results = _ranks.run(n, f"{count} unit{'s' * (count > 1)}", program, _SHARES)
     return SimpleNamespace(
         weights=[shards for shards, _, _ in results],
         whole=results[0][1],
@@ -519,7 +535,8 @@ def _schedule_held(attempt: Callable) -> str:
 
 def _schedule_sent(attempt: Callable) -> str:
     for count in (3, 6):
-        run = _carried_out(tuple(_legal(attempt, count)), count)
+        steps = _legal(attempt, count)
+        run = _carried_out(tuple(steps), count)
         share = run.nbytes * (run.n - 1) // run.n
         if run.gathered > 2 * count * share:
             raise Failed(
@@ -527,6 +544,12 @@ def _schedule_sent(attempt: Callable) -> str:
                 "One gather for a unit's forward and one for its backward make 2Ψ; "
                 "with the reduce-scatter, 3Ψ.",
             )
+        last: dict[int, str] = {}  # of each unit the last step that wants it whole
+        for k, (what, i) in enumerate(steps):
+            if what == "free" and last.get(i) == "gather":
+                what = f"{count} units, step {k}, free {i}: it was gathered in vain"
+                raise Failed(what, _GATHERED)
+            last[i] = last.get(i, "") if what == "reduce" else what
     return "at most 3Ψ(N − 1)/N"
 
 
@@ -599,11 +622,12 @@ def _half(
             w.grad = None
             (w * (grows**step * slopes(rank.rank)).bfloat16()).sum().backward()
             norm = optimizer.step(max_norm)
-        return (
-            w.detach().clone(),
-            float("nan") if norm is None else float(norm),
-            _kept(optimizer, w)[0],
-        )
+        try:
+            norm = float("nan") if norm is None else float(norm)
+        except (TypeError, ValueError, RuntimeError):
+            said = f"step() returns {norm!r:.60}"
+            raise Failed(said, "Return the norm of the whole gradient, one number.") from None
+        return w.detach().clone(), norm, _kept(optimizer, w)[0]
 
     results = _ranks.run(n, f"{_ranks.count(n)}, {numel} weights", program, _SHARES)
     return (
@@ -646,7 +670,7 @@ def _why_clipped(norm: float, rank: int, n: int, slopes: Tensor) -> str:
 
     if is_(true / 2):
         return "That is the norm after clipping. Return the one from before."
-    if math.isclose(norm, true, rel_tol=0.02) and not is_(true):
+    if math.isclose(norm, true, rel_tol=0.006) and not is_(true):
         return "Nearly: squares added up in bf16 lose digits. Measure in fp32."
     if is_(true**2):
         return "That is the sum of the squares over all ranks: take the root of it."
@@ -724,7 +748,7 @@ def _hunt_small(attempt: Callable) -> str:
 
 def _hunt_steps(attempt: Callable) -> str:
     n, numel, steps = 2, 8, 3
-    mean = torch.arange(1.0, numel + 1)
+    mean = torch.arange(1.0, numel + 1, dtype=torch.float32)
     max_norm = 1.5 * mean.norm().item()
     results, _, _ = _half(attempt, n, numel, _sgd, _steep(numel), max_norm, steps, grows=2.0)
     for rank, w in enumerate(results):
@@ -742,7 +766,7 @@ def _hunt_steps(attempt: Callable) -> str:
 def _clipped(mean: Tensor, max_norm: float, steps: int, *, anew: bool) -> Tensor:
     """The weights of one optimizer on one rank, or of one made anew in each step, when gradients
     double and are clipped."""
-    w = nn.Parameter(torch.ones(len(mean)))
+    w = nn.Parameter(torch.ones_like(mean))
     optimizer = _sgd([w])
     for step in range(steps):
         optimizer = _sgd([w]) if anew else optimizer
