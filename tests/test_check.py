@@ -165,6 +165,16 @@ def test_a_check_makes_its_tensors_on_the_cpu_whatever_the_sessions_device():
         torch.set_default_device(None)
 
 
+def test_a_check_makes_its_tensors_in_fp32_whatever_the_sessions_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        for name in ("precision/bug-hunt", "zero/repair", "lora/adapter"):
+            assert check.check(name, exercises.find(name).reference).passed, name
+        assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_gradients_that_an_attempt_switches_off_are_on_again_behind_it(doubling):
     def attempt(n):
         torch.set_grad_enabled(False)

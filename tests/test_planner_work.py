@@ -182,6 +182,13 @@ def test_chunks_of_unequal_length_wait_as_in_the_played_schedule(monkeypatch, na
     assert round(100 * off(), 1) == without
 
 
+@pytest.mark.parametrize("L, pp, v", [(80, 2, 2), (39, 8, 2), (109, 16, 4)])
+def test_behind_the_first_rounds_chunks_wait_evenly(L, pp, v):
+    model = replace(MODEL, num_layers=L)
+    found = rates._chunks_wait(model, pp, v, 64 * pp, False)
+    assert found == pytest.approx(rates._plays_longer(model, pp, v, 64 * pp, False), abs=1e-9)
+
+
 def test_a_ring_shows_as_far_as_its_attention_does_not_hide_it():
     plan = planner.Plan(tp=2, cp=4, micro_batches=2, recompute=2)
     for link, shown in ((1e7, True), (1e12, False)):

@@ -493,8 +493,8 @@ def test_nothing_on_a_rank_draws_from_torch_or_sets_what_threads_share():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if draws_from_torch(node)
     ]
-    files = sorted(place.partition(":")[0] for place in found)
-    # where no rank is, and where a check puts back what the code that it judges has drawn
+    files = sorted({place.partition(":")[0] for place in found})
+    # where no rank is, and where a check puts back what the code that it judges has drawn or set
     assert files == ["randomness.py", "teach/check.py"], found
     assert draws_from_torch(ast.parse("torch.rand(3)").body[0].value)
     assert not draws_from_torch(ast.parse("torch.Generator().manual_seed(3)").body[0].value)

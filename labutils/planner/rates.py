@@ -28,7 +28,7 @@ FRACTIONS = (0.55, 0.45, 0.65, 0.55, 10e-6)
 UNSURE = (0.25, 0.25, 0.25, 0.25, 0.70)
 NOISE = 0.025  # of a measured step
 _PLACE = [0, 1, 2, 4, *[3] * len(LINKS)]  # of the rate for each row of work
-PLAYED = 10_000  # operations of an interleaved schedule, at most
+PLAYED = 4_000  # operations of an interleaved schedule, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,8 +340,8 @@ def _unequal(model: ModelConfig, p: Plan, looped: Numbers) -> Numbers:
 def _chunks_wait(model: ModelConfig, pp: int, chunks: int, m: int, even: bool) -> float:
     """How much longer an interleaved schedule plays than the path through one rank says, since
     chunks of other ranks are longer or shorter than its own, or the head is: in passes of the whole
-    model, forward and backward. Played are PLAYED operations, and eight rounds at least: after them
-    it grows evenly."""
+    model, forward and backward. Played are the first rounds, eight or PLAYED operations: behind
+    them it grows evenly."""
     if pp < 2:  # also of plans that are not interleaved
         return 0.0
     if m <= (most := pp * max(8, PLAYED // (2 * pp * pp * chunks))):

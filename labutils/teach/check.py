@@ -165,12 +165,16 @@ def _verdict(prop: exercises.Property, attempt: Any) -> Verdict | None:
 
 @contextlib.contextmanager
 def _as_in_a_new_session() -> Iterator[None]:
-    """Gradients are on, and tensors are made on the CPU, whatever the session, or an attempt
-    before, has set."""
-    elsewhere = torch.get_default_device().type != "cpu"
+    """Gradients are on, and tensors are made on the CPU and in fp32, whatever the session, or an
+    attempt before, has set."""
+    elsewhere, dtype = torch.get_default_device().type != "cpu", torch.get_default_dtype()
     place = torch.device("cpu") if elsewhere else contextlib.nullcontext()
-    with place, torch.inference_mode(False), torch.enable_grad():
-        yield
+    torch.set_default_dtype(torch.float32)
+    try:
+        with place, torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def _cut(text: str, most: int = 2000) -> str:
