@@ -20,7 +20,7 @@ from pygments.lexers import PythonLexer
 
 from labutils import units
 from labutils.teach import exercises, progress
-from labutils.teach.exercises import _clock
+from labutils.teach.exercises import _clock, _session
 from labutils.world.rank import Output
 
 progress.watch()
@@ -109,8 +109,7 @@ def check(exercise_id: str, attempt: Any) -> Report:
     What it prints comes before the report, a flood of it shortened. What is drawn afterwards is
     what would have been drawn without a check.
     """
-    with _as_in_a_new_session():
-        exercise = exercises.find(exercise_id)
+    exercise = exercises.find(exercise_id)
     if attempt is ... or attempt is None:
         return Report(exercise, ())
     if exercise.untouched and exercises.digest(attempt) == exercise.untouched:
@@ -142,7 +141,7 @@ def _verdicts(exercise: exercises.Exercise, attempt: Any) -> tuple[Verdict, ...]
 def _verdict(prop: exercises.Property, attempt: Any) -> Verdict | None:
     """How one property comes out; None where a stub says that it is none yet."""
     try:
-        with _as_in_a_new_session(), torch.random.fork_rng(devices=[]), _clock.limit(SECONDS):
+        with _session.as_new(), torch.random.fork_rng(devices=[]), _clock.limit(SECONDS):
             return Verdict(prop.name, "passed", prop.test(attempt) or "")
     except exercises.Failed as failure:
         seen, why = str(failure), failure.hint
@@ -161,20 +160,6 @@ def _verdict(prop: exercises.Property, attempt: Any) -> Verdict | None:
             seen = f"with your answer the check meets {type(error).__name__}: {error}"
             why = "Does it take, have and return what the exercise asks for?"
     return Verdict(prop.name, "failed", _cut(seen), _cut(why))
-
-
-@contextlib.contextmanager
-def _as_in_a_new_session() -> Iterator[None]:
-    """Gradients are on, and tensors are made on the CPU and in fp32, whatever the session, or an
-    attempt before, has set."""
-    elsewhere, dtype = torch.get_default_device().type != "cpu", torch.get_default_dtype()
-    place = torch.device("cpu") if elsewhere else contextlib.nullcontext()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with place, torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
 
 
 def _cut(text: str, most: int = 2000) -> str:

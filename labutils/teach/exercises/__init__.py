@@ -124,7 +124,10 @@ def _topics() -> tuple[str, ...]:
 
 @functools.cache
 def _of(topic: str) -> dict[str, Exercise]:
-    return {each.id: each for each in importlib.import_module(f"{__name__}.{topic}").EXERCISES}
+    from labutils.teach.exercises import _session  # which imports torch, as every topic does
+
+    with _session.as_new():
+        return {each.id: each for each in importlib.import_module(f"{__name__}.{topic}").EXERCISES}
 
 
 def every() -> dict[str, Exercise]:
