@@ -137,11 +137,11 @@ def metrics(out: Path, done: int) -> Any:
 
 
 def peak(gpu: str | None, how: TrainConfig) -> float:
-    """FLOPs per second of a device by its data sheet; NaN if nobody says which."""
+    """FLOPs per second of a device by its data sheet; NaN without a device, or a rate there."""
     if gpu is None and torch.cuda.is_available():
         gpu = next((n for n in Hardware.names() if n in torch.cuda.get_device_name()), None)
     fmt = how.precision if how.precision in ("bf16", "fp16") else "fp32"
-    return Hardware.named(gpu).flops[fmt] if gpu else math.nan
+    return Hardware.named(gpu).flops.get(fmt, math.nan) if gpu else math.nan
 
 
 def train(rank: Rank, job: tuple, data: Data, given: argparse.Namespace) -> None:

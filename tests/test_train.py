@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed import run
 
 from labutils import huggingface
+from labutils.config import TrainConfig
 from labutils.planner.__main__ import main as planner
 from labutils.world import worker
 
@@ -217,6 +219,12 @@ def test_bad_options_are_refused_with_what_would_do(options, told, monkeypatch, 
     with pytest.raises(SystemExit) as exit:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert exit.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_a_device_without_the_format_has_no_mfu_and_still_trains():
+    peak, bf16 = runpy.run_path(str(SCRIPT))["peak"], TrainConfig(micro_batch=1, global_batch=1)
+    assert math.isnan(peak("T4", bf16)) and peak("T4", replace(bf16, precision="fp16")) == 65e12
+    assert peak("H100", bf16) == 989.4e12
 
 
 def torchruns():
