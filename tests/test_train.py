@@ -204,6 +204,7 @@ def test_every_row_comes_once_in_an_epoch_whatever_the_batch(tmp_path):
         ("--schedule zigzag", "schedule='zigzag' is unknown: use 1f1b, "),
         ("--model gpt5", "no model called 'gpt5': there are gpt2, "),
         ("--steps 0", "--steps must be at least 1, got 0"),
+        ("--pp 2 --chunks 2", "chunks=2, and 1f1b has one chunk for each rank: set schedule="),
         ("--gpu X9", "no device called 'X9': there are V100, "),
         ("--resume", "--export and --resume read the snapshots of --out: give a folder"),
         ("--seq-len 900000", "are not ten sequences of 900,000 tokens: give more, or"),

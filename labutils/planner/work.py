@@ -131,8 +131,14 @@ class Plan:
         return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, ep=self.ep)
 
     def train(self, model: ModelConfig) -> TrainConfig:
-        """What `step.build` takes of one plan: bf16 with gradients in fp32."""
+        """What `step.build` takes of one plan: bf16 with gradients in fp32.
+
+        Raises ValueError: for several chunks of a schedule that has one.
+        """
         name, batch = PLANNED[self.schedule], self.micro_batch * self.micro_batches * self.dp
+        if self.chunks > 1 and name != "interleaved":
+            said = f"chunks={self.chunks}, and {SAID[self.schedule]} has one chunk for each rank"
+            raise ValueError(f"{said}: set schedule='interleaved', or chunks=1")
         cut = stage_layers(model, self.pp * self.chunks, self.even) if self.pp > 1 else None
         return TrainConfig(
             micro_batch=self.micro_batch,
