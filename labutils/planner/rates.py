@@ -28,7 +28,7 @@ FRACTIONS = (0.55, 0.45, 0.65, 0.55, 10e-6)
 UNSURE = (0.25, 0.25, 0.25, 0.25, 0.70)
 NOISE = 0.025  # of a measured step
 _PLACE = [0, 1, 2, 4, *[3] * len(LINKS)]  # of the rate for each row of work
-PLAYED = 4_000  # operations of an interleaved schedule, at most
+PLAYED = 4_000  # operations of an interleaved schedule, or eight rounds where these are more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ def critical_path(
     here it is in the kernels, three for each collective. With 2 µs in a node and 5 between nodes,
     Llama-3.1-70B on 64 H100 with 4 to 64 micro-batches takes up to 2 % longer with pp, dp and tp
     (with one micro-batch and dp = 64 it is 6 %), 6 % with tp = 8 and cp = 4, 12 % with 8 of each.
-    What chunks wait for each other besides is played (`_unequal`), to 0.2 %.
+    How much longer or shorter chunks make it is played (`_unequal`), to 0.2 %.
     """
     at, known = at or stages.places(model, p), work.shape(model)
     slow, far = _slowness(model, p, cluster)
@@ -326,7 +326,7 @@ def _through(p: Plan, at: stages.Place, spent: _Spent) -> tuple[np.ndarray, tupl
 
 
 def _unequal(model: ModelConfig, p: Plan, looped: Numbers) -> Numbers:
-    """Of plans that are `looped` what chunks wait for each other, in passes of the whole model."""
+    """Of plans that are `looped` what `_chunks_wait` says of each; 0 of others."""
     columns = p.pp, p.chunks, p.micro_batches, p.even
     if not isinstance(looped, np.ndarray):
         return _chunks_wait(model, *columns)
@@ -338,7 +338,7 @@ def _unequal(model: ModelConfig, p: Plan, looped: Numbers) -> Numbers:
 
 @functools.lru_cache(maxsize=4096)
 def _chunks_wait(model: ModelConfig, pp: int, chunks: int, m: int, even: bool) -> float:
-    """How much longer an interleaved schedule plays than the path through one rank says, since
+    """How much longer (or shorter, below 0) an interleaved schedule plays than the path says, since
     chunks of other ranks are longer or shorter than its own, or the head is: in passes of the whole
     model, forward and backward. Played are the first rounds, eight or PLAYED operations: behind
     them it grows evenly."""
